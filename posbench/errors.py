@@ -208,7 +208,10 @@ def complain(error: UserError) -> None:
 
 @contextmanager
 def renamed(old: str, new: str) -> Iterator[None]:
-    """Let the errors of a block name ``new`` where they would name ``old``: in field, allowed and hint."""
+    """Let the errors of a block name ``new`` where they would name ``old``: in field, allowed and hint.
+
+    A method says ``method.KEY`` and a task ``task.KEY``, wherever in a config they stand: they do not know.
+    """
     try:
         yield
     except UserError as error:

@@ -146,5 +146,4 @@ def config_of(*overrides: str) -> Any:
     from posbench.pipeline.compose import compose_one
     from posbench.pipeline.config import check_config
 
-    made = compose_one(*overrides)
-    return check_config(made.raw, made.typed, made.folders)
+    return check_config(compose_one(*overrides))

@@ -193,10 +193,8 @@ def test_the_runs_that_documents_show_compose_and_check(
     # An experiment alone is checked by tests of its own; nothing at all would check every choice.
     for text in RUNS:
         if text and not re.fullmatch(r"experiment=\w+", text):
-            compose(
-                shlex.split(text),
-                lambda made: check_config(made.raw, made.typed, made.folders) and None,
-            )
+            for job in compose(shlex.split(text)).composed:
+                check_config(job)
 
 
 def shrunk(text: str, reader: Path, files: Path) -> list[str]:

@@ -433,7 +433,7 @@ def warm_up(folder: Path) -> None:
     def draw_blank(figure: Any, file: Any, **settings: Any) -> None:
         draw(Figure((1, 1)), file, **settings | {"dpi": 10})
 
-    Figure.savefig = draw_blank  # type: ignore[method-assign]
+    Figure.savefig = draw_blank  # type: ignore[assignment,method-assign]
     said = io.StringIO()
     command = f"{KV} {RUN} stages=[intervene,evaluate,report] runtime.outputs={folder}"
     with redirect_stdout(said), redirect_stderr(said):

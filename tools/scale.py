@@ -24,7 +24,7 @@ from posbench.methods.base import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.estimate import estimate_run
 from posbench.pipeline.prepare import build_run
@@ -176,12 +176,11 @@ def costs(name: str) -> Costs:
 @cache
 def configs(experiment: str) -> list[Config]:
     """Return the jobs of an experiment with the paper's settings, with few prompts, and stand-ins for texts."""
-    jobs = list[ComposedConfig]()
     settings = SETTINGS["experiments"][experiment]
-    compose([f"experiment={experiment}", MODEL_OVERRIDE, *settings], jobs.append)
+    jobs = compose([f"experiment={experiment}", MODEL_OVERRIDE, *settings])
     fitted = []
-    for job in jobs:
-        config = check_config(job.raw, job.typed, job.folders)
+    for job in jobs.composed:
+        config = check_config(job)
         task: Any = config.task
         if isinstance(task, GoldPositionTask):
             sample = getattr(config.study, "examples", None) or SAMPLE_QUESTIONS

@@ -25,7 +25,7 @@ from posbench.files.parse import Object, read_yaml
 from posbench.files.secrets import without_typed_secrets
 from posbench.methods.base import Method
 from posbench.model.load import load, read_checkpoint
-from posbench.pipeline.compose import compose_one
+from posbench.pipeline.compose import compose_one, compose_record
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.constants import with_constants
 from posbench.pipeline.fit import FitToModel
@@ -33,9 +33,8 @@ from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
 from posbench.report.folder import RUN_AGAIN, read_csv, read_json
-from posbench.report.index import find_run
 from posbench.run.base import Run
-from posbench.run.folder import PROVENANCE, open_undamaged
+from posbench.run.folder import PROVENANCE, find_run, open_undamaged
 from posbench.run.method import METHOD_FILE, typed_in_place
 from posbench.run.own_code import config_dir_chosen, import_from, make_importable
 from posbench.search import deploy, held_back
@@ -319,10 +318,7 @@ def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config
         hint = "repeat the command that wrote it"
         raise UserError("recorded config", list(raw), allowed, hint)
     groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
-    return check_config(
-        {**compose_one("method=none").raw, **groups, "stages": ["evaluate"]},
-        folders=folders,
-    )
+    return check_config(compose_record({**groups, "stages": ["evaluate"]}, folders))
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from posbench.cli.options import option
 from posbench.errors import UserError, choices, in_one_line, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, read_yaml
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.execute import find_finished_run, missing_sources
 from posbench.report import sweep
@@ -140,17 +140,16 @@ class Experiment:
 
     def _compose(self) -> list[str]:
         """Compose and check the config of each job; return what is wrong."""
-        jobs: list[ComposedConfig] = []
-        records = compose(self.args, jobs.append)
+        jobs = compose(self.args)
         problems = []
-        for job in jobs:
+        for job in jobs.composed:
             self.multirun |= job.multirun
             try:
-                self.configs.append(check_config(job.raw, job.typed, job.folders))
+                self.configs.append(check_config(job))
                 self.overrides.append(job.overrides)
             except UserError as error:
                 problems.append(str(error))
-        problems += [record["error"] for record in records if "error" in record]
+        problems += [record["error"] for record in jobs.refused.values()]
         return problems
 
     def result(self) -> Path | None:

@@ -152,8 +152,7 @@ def configured(
             group = "runtime"
         overrides.append(f"{group}.{key}={_spelled(value)}")
     with renamed("method.", "model_args."):
-        config = compose_one(*overrides)
-        return check_config(config.raw, config.typed, config.folders)
+        return check_config(compose_one(*overrides))
 
 
 def _spelled(value: Any) -> str:

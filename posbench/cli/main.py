@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posbench import versions
 from posbench.cli.options import URL
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from posbench.model.lm import LM
     from posbench.pipeline.compose import ComposedConfig
     from posbench.pipeline.config import Config
+    from posbench.pipeline.multirun import Record
     from posbench.run.budget import Stopwatch
 
 HELP = """posbench finds, explains and removes position bias in language models.
@@ -86,7 +87,7 @@ Verbs (posbench VERB --help says more):
   completion    print shell completion for bash, zsh or fish
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--yes`
-skips questions, `--config-dir DIR` adds YAML files, `--hydra-help` lists flags.
+skips questions, `--config-dir DIR` adds YAML files.
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
 resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
 2 the input needs a correction; 3 the machine is at fault (disk, permission,
@@ -297,6 +298,9 @@ def _run(args: list[str]) -> int:
 
     watch = Stopwatch()
     _refuse_unknown_verb(args)
+    if {"-h", "--help"} & set(args):
+        print(HELP)
+        return 0
     if "--cfg" in args:
         return _show_config(args)
     with _signs_of_life():
@@ -329,28 +333,29 @@ def _signs_of_life() -> Iterator[None]:
 
 def _run_jobs(args: list[str], watch: Stopwatch) -> int:
     """Run the config of the arguments, or each job of a sweep; return the exit status."""
-    from posbench.pipeline.compose import compose
-    from posbench.report.console import make_console
-    from posbench.report.sweep import summarise
+    from posbench.pipeline.compose import compose, launch
     from posbench.run.heartbeat import doing
 
     command = shlex.join(["posbench", *map(without_typed_secrets, args)])
-    # Models that jobs of a sweep loaded together, by number of the job.
-    models: dict[int, LM] = {}
-
-    def run_job(composed: ComposedConfig) -> None:
-        # The time of a job of a sweep begins with the job.
-        own_watch = None if composed.multirun else watch
-        _run_job(composed, command, models.get(composed.number), own_watch)
-
-    def share_work(jobs: Sequence[ComposedConfig]) -> None:
-        models.update(_share_work(jobs, command))
-
-    records = compose(args, run_job, share_work)
+    jobs = compose(args)
+    if jobs.run_by_hydra:
+        records = launch(args, jobs, lambda job: _run_job(job, command))
+    else:
+        models = _share_work(jobs.composed, command)
+        by_number = dict(jobs.refused)
+        for job in jobs.composed:
+            # The time of a job of a sweep begins with the job.
+            own_watch = None if job.multirun else watch
+            lm = models.get(job.number)
+            by_number[job.number] = _run_job(job, command, lm, own_watch)
+        records = [by_number[number] for number in sorted(by_number)]
     for record in records:
         for line in record.get("error", "").splitlines():
             print(f"posbench: {line}", file=sys.stderr)
     if len(records) > 1 or any(record["multirun"] for record in records):
+        from posbench.report.console import make_console
+        from posbench.report.sweep import summarise
+
         with doing(f"summarising {len(records)} runs"):
             summarise(records, make_console(), command=command)
     return max((record["status"] for record in records), default=0)
@@ -372,13 +377,13 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
     Returns:
         The model that a job can use, by its number.
     """
+    if len(jobs) < 2:
+        return {}
     from posbench.model.load import is_in_process
     from posbench.pipeline.prepare import prepare
     from posbench.pipeline.sharing import groups_to_share, run_together
     from posbench.report.console import make_console
 
-    if len(jobs) < 2:
-        return {}
     configs: dict[int, Config] = {}
     for composed in jobs:
         if not is_in_process(composed.raw.get("model")):
@@ -410,8 +415,8 @@ def _run_job(
     command: str,
     lm: LM | None = None,
     watch: Stopwatch | None = None,
-) -> None:
-    """Run one job; leave its status, so that a sweep goes on whatever happens.
+) -> Record:
+    """Run one job and return its record, so that a sweep goes on whatever happens.
 
     Args:
         composed: The config as composed.
@@ -420,7 +425,7 @@ def _run_job(
         watch: Measures the job; None: from now on.
     """
     from posbench.pipeline.execute import apply_budget, execute
-    from posbench.pipeline.multirun import write_record
+    from posbench.pipeline.multirun import new_record
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
@@ -428,12 +433,7 @@ def _run_job(
     from posbench.run.heartbeat import doing, set_interval
 
     watch = watch or Stopwatch()
-    record: dict[str, Any] = {
-        "overrides": composed.overrides,
-        "multirun": composed.multirun,
-        "folder": None,
-        "status": 0,
-    }
+    record = new_record(composed.overrides, composed.multirun)
     try:
         with doing("checking the config, the files and the longest prompts"):
             run = prepare(composed)
@@ -481,27 +481,22 @@ def _run_job(
             # One job's defect must not stop the others of a sweep.
             logging.exception("%s", " ".join(composed.overrides))
         record["status"] = fault.status if fault else 1
-    finally:
-        write_record(composed.records, composed.number, record)
+    return record
 
 
 def _show_config(args: list[str]) -> int:
-    """Print the whole config of ``--cfg job``, filled in and resolved; Hydra prints other choices."""
+    """Print the whole config of ``--cfg job``, filled in and resolved."""
     import yaml
 
     from posbench.pipeline.compose import compose
 
     index = args.index("--cfg")
     if args[index + 1 : index + 2] != ["job"]:
-        compose(args, lambda composed: None)
-        return 0
-    overrides = [*args[:index], *args[index + 2 :]]
-    overrides = [arg for arg in overrides if arg != "--resolve"]
-
-    def print_config(composed: ComposedConfig) -> None:
-        print(yaml.safe_dump(composed.raw, sort_keys=False), end="")
-
-    compose(overrides, print_config)
+        allowed = "job, which prints the whole config"
+        value = " ".join(args[index + 1 : index + 2])
+        raise UserError("--cfg", value, allowed, "posbench --cfg job")
+    for job in compose([*args[:index], *args[index + 2 :]]).composed:
+        print(yaml.safe_dump(job.raw, sort_keys=False), end="")
     return 0
 
 

@@ -11,6 +11,7 @@ from posbench.errors import UserError
 from posbench.report import index
 from posbench.report.compare import terminal_rows, write_comparison
 from posbench.report.console import Record, show_lists
+from posbench.run.folder import find_run
 
 
 def split_outputs(args: Sequence[str]) -> tuple[Path, list[str]]:
@@ -75,7 +76,7 @@ def compare(args: list[str]) -> int:
     out, remaining = option(remaining, "--out")
     names = [arg for arg in remaining if arg != "--json"]
     _check_flags(names, "--out FOLDER, --outputs DIR, --json", "compare")
-    folders = [index.find_run(name, outputs) for name in names]
+    folders = [find_run(name, outputs) for name in names]
     destination = Path(out).expanduser() if out else None
     files, lines, messages = write_comparison(folders, destination)
     title = "differences are from the first run; in % and points, [95 % interval]"

@@ -24,7 +24,7 @@ from posbench.errors import Faults, UserError
 from posbench.files.secrets import without_typed_secrets
 from posbench.pipeline import jobs as job_records
 from posbench.pipeline.compose import ComposedConfig, compose
-from posbench.pipeline.config import Config
+from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.execute import (
     execute,
     find_finished_run,
@@ -36,10 +36,9 @@ from posbench.pipeline.jobs import Submission
 from posbench.pipeline.prepare import prepare
 from posbench.pipeline.sharing import make_shard, make_shard_and_finish
 from posbench.report.console import make_console, show_lists
-from posbench.report.index import find_run
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import find_run, open_run_dir
 from posbench.run.lease import ONE_PROCESS, in_use, process_start
 from posbench.run.runtime import Cluster, Runtime
 from posbench.run.shards import Shard, missing_shards
@@ -99,14 +98,13 @@ def submit(args: list[str]) -> int:
         hint = "leave it out for one job per run"
         raise UserError("--shards", count, "a whole number from 1 to 9999", hint)
     num_shards = int(count or 1)
-    composed_jobs: list[ComposedConfig] = []
-    records = compose(remaining, composed_jobs.append)
+    jobs = compose(remaining)
     faults = Faults()
     runs: list[tuple[ComposedConfig, Config]] = []
-    for composed in composed_jobs:
+    for composed in jobs.composed:
         with faults.collecting():
             runs.append((composed, _config_to_submit(composed, num_shards)))
-    errors = [record["error"] for record in records if record["status"]]
+    errors = [record["error"] for record in jobs.refused.values()]
     for error in errors:
         for line in error.splitlines():
             print(f"posbench: {line}", file=sys.stderr)
@@ -197,32 +195,30 @@ def _config_to_submit(composed: ComposedConfig, num_shards: int) -> Config:
     Raises:
         UserError: Something stands in the way.
     """
-    runtime = composed.raw["runtime"]
-    cluster = runtime.get("cluster")
-    if not isinstance(cluster, dict):
-        raise UserError(
-            "runtime/cluster", cluster, "slurm, local", "add runtime/cluster=slurm"
-        )
-    budget = composed.raw.get("budget")
-    if budget is not None:
+    checked = check_config(composed)
+    cluster = checked.runtime.cluster
+    if cluster is None:
+        allowed = "slurm, local"
+        raise UserError("runtime/cluster", None, allowed, "add runtime/cluster=slurm")
+    if checked.budget:
         allowed = "null: what is chosen for a budget depends on the machine that it is measured on"
+        budget = checked.budget.text
         raise UserError("budget", budget, allowed, "set the sizes: task.limit=...")
-    device = str(runtime["device"])
-    gpus = cluster.get("gpus")
-    if device.startswith("cuda") and not gpus:
+    device = checked.runtime.device
+    if device.startswith("cuda") and not cluster.gpus:
         allowed = f"1 or more with runtime.device={device}"
-        raise UserError("runtime.cluster.gpus", gpus, allowed, "set it")
+        raise UserError("runtime.cluster.gpus", cluster.gpus, allowed, "set it")
     if device == "auto":
-        device = "cuda" if gpus else "cpu"
+        device = "cuda" if cluster.gpus else "cpu"
     # The device of another machine cannot be checked here.
-    device_to_check = device if cluster["kind"] == "local" else "auto"
-    raw = {**composed.raw, "runtime": {**runtime, "device": device_to_check}}
+    device_to_check = device if cluster.kind == "local" else "auto"
+    runtime = {**composed.raw["runtime"], "device": device_to_check}
+    raw = {**composed.raw, "runtime": runtime}
     config = prepare(replace(composed, raw=raw)).config
     if num_shards > 1 and not is_shardable(config):
         allowed = "1 for a study, and for a served model"
         raise UserError("--shards", num_shards, allowed, "leave it out")
-    raw = {**config.raw, "runtime": {**config.raw["runtime"], "device": device}}
-    return replace(config, runtime=replace(config.runtime, device=device), raw=raw)
+    return config.with_fields("runtime", {"device": device})
 
 
 def _submit_jobs(

@@ -24,7 +24,7 @@ from posbench.model.load import load_without_weights, read_checkpoint
 from posbench.pipeline import audit as auditing
 from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import ComposedConfig, Jobs, compose
 from posbench.pipeline.config import Config, check_config, needs
 from posbench.pipeline.execute import recorded_config, set_threads
 from posbench.pipeline.identity import model_identity, need_same_contents, run_contents
@@ -42,7 +42,6 @@ from posbench.report.experiments import trains_networks
 from posbench.report.failures import RunExamples, spread_sample
 from posbench.report.folder import sweep_runs
 from posbench.report.gallery import write_gallery
-from posbench.report.index import find_run
 from posbench.report.page import render_run
 from posbench.run.folder import (
     CONFIG,
@@ -51,6 +50,7 @@ from posbench.run.folder import (
     PROVENANCE,
     REDRAWN_FILES,
     RunDir,
+    find_run,
     is_run,
     open_run,
     open_undamaged,
@@ -159,18 +159,17 @@ def fetch(args: list[str]) -> int:
     example: posbench fetch model=mistral7b task=nq_multidoc --dry-run
     """
     dry_run = "--dry-run" in args
-    jobs: list[ComposedConfig] = []
     overrides = [arg for arg in args if arg != "--dry-run"]
     if overrides and not re.search("^-|=", overrides[0]):
         overrides[0] = f"model={overrides[0]}"
-    failed_jobs = [r for r in compose(overrides, jobs.append) if r.get("status")]
-    for record in failed_jobs:
+    jobs = compose(overrides)
+    for record in jobs.refused.values():
         print(f"posbench: {record['error']}", file=sys.stderr)
     # A sweep's jobs share most of what they need.
-    needed = [source for job in jobs for source in needs(job.raw)]
+    needed = [source for job in jobs.composed for source in needs(job)]
     if needed:
         sources.fetch(needed, dry_run=dry_run, console=make_wide_console())
-    return max((record["status"] for record in failed_jobs), default=0)
+    return max((record["status"] for record in jobs.refused.values()), default=0)
 
 
 def validate(args: list[str]) -> int:
@@ -194,35 +193,33 @@ def validate(args: list[str]) -> int:
     commands = _all_choices() if checks_choices else [args]
     status = 0
     for command in commands:
-        jobs: list[ComposedConfig] = []
+        jobs = Jobs()
         problems: list[UserError] = []
         runs: list[tuple[ComposedConfig, PreparedRun]] = []
-        failed_jobs = []
         try:
-            records = compose(command, jobs.append)
-            failed_jobs = [record for record in records if record.get("status")]
+            jobs = compose(command)
         except UserError as error:
             problems.append(error)
-        for job in jobs:
+        for job in jobs.composed:
             try:
                 if checks_choices:
-                    check_config(job.raw, job.typed, job.folders)
+                    check_config(job)
                 else:
                     prepared = prepare(job, download=False)
                     runs.append((job, with_server(prepared)))
             except UserError as error:
                 problems.append(error)
-        is_bad = bool(problems or failed_jobs)
+        is_bad = bool(problems or jobs.refused)
         print(f"{'BAD ' if is_bad else 'ok  '} {shlex.join(command)}")
-        for record in failed_jobs:
+        for record in jobs.refused.values():
             print(f"posbench: {record['error']}", file=sys.stderr)
             status = max(status, record["status"])
         for problem in problems:
             complain(problem)
             status = max(status, problem.status)
         for job, run in runs:
-            if len(jobs) > 1:
-                print(f"\n{_job_title(job, jobs)}")
+            if len(jobs.composed) > 1:
+                print(f"\n{_job_title(job, jobs.composed)}")
             _print_estimate(run, measure)
     return status
 

@@ -20,7 +20,7 @@ from posbench.files.sources import cached_path, weight_files
 from posbench.model.lm import LM
 from posbench.model.load import SERVER_KEYS, ModelConfig, load
 from posbench.pipeline.arguments import ENDPOINT, read_flags
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute, set_threads
 from posbench.pipeline.prepare import prepare, silence_transformers
@@ -120,15 +120,14 @@ class Runs:
         overrides = self.overrides(part_overrides, **choices)
         config = self._configs.get(tuple(overrides))
         if config is None:
-            configs: list[ComposedConfig] = []
-            compose(overrides, configs.append)
-            if len(configs) > 1:
-                names = ", ".join(c.raw["model"]["name"] for c in configs)
+            jobs = compose(overrides).composed
+            if len(jobs) > 1:
+                names = ", ".join(job.raw["model"]["name"] for job in jobs)
                 allowed = "one model, task and method at a time"
                 hint = "posbench diagnose model=NAME for each"
                 raise UserError("diagnose", names, allowed, hint)
             rest = replace(self.allowance.rest(1.0), text=self.allowance.budget.text)
-            config = self._count_probe(prepare(configs[0], budget=rest).config)
+            config = self._count_probe(prepare(jobs[0], budget=rest).config)
             self._configs[tuple(overrides)] = config
         return config
 

@@ -34,6 +34,9 @@ class MethodChoice:
     typed: frozenset[str] = frozenset()
     where: str = "method"
     parts: dict[str, MethodChoice] = field(default_factory=dict)
+    _built: dict[str, Method] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(
@@ -105,7 +108,9 @@ class MethodChoice:
         part: MethodChoice | None = None,
         hint: str = "",
     ) -> Method:
-        """Make the method; what a search found fills every parameter that the user did not type.
+        """Return the method; what a search found fills every parameter that the user did not type.
+
+        With the same parameters it is the same object.
 
         Args:
             found: Parameters by name.
@@ -120,7 +125,7 @@ class MethodChoice:
                 name: choice.build(found if choice is part else None, hint=hint)
                 for name, choice in self.parts.items()
             }
-            return build(self.cls, {**self.values, "parts": parts}, self.where)
+            return self._made({**self.values, "parts": parts}, self.where)
         values = dict(self.values)
         for key, value in (found or {}).items():
             if key in values and key not in self.typed:
@@ -135,7 +140,14 @@ class MethodChoice:
                 )
                 hint = hint or "type {key}=..., or add the block to the model's YAML"
                 raise UserError(key, None, allowed, hint.format(key=key))
-            return build(self.cls, values, "method")
+            return self._made(values, "method")
+
+    def _made(self, values: Mapping[str, Any], where: str) -> Method:
+        """The method with these parameters, made once."""
+        key = repr(values)
+        if key not in self._built:
+            self._built[key] = build(self.cls, values, where)
+        return self._built[key]
 
 
 def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:

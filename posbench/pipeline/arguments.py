@@ -1,25 +1,21 @@
 """What a user types, and what an experiment adds to it: overrides as Hydra reads them.
 
-Hydra has no public way to its flags, nor one to choices that no file holds (folders, hub ids, lists of methods) or to
-keys that a file leaves to the defaults of a class: its parser is asked, and overrides are spelled as it takes them.
+Hydra has no way to choices that no file holds (folders, hub ids, lists of methods), nor to keys that a file leaves to
+the defaults of a class: its parser of overrides is asked, and these are spelled as it takes them.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
 import itertools
 import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -76,7 +72,7 @@ class Request:
         config: Name of the primary config.
         searched: Folders to search beside conf/. The first has the primary config, unless conf/ has.
         overrides: The overrides.
-        multirun: Whether an experiment asks for a sweep.
+        multirun: Whether the user or an experiment asks for a sweep.
         experiment: Name of the experiment; empty without one.
         grid: Dotted keys over which the experiment sweeps, without those that the user typed.
         set_by_experiment: Dotted keys that the experiment sets.
@@ -107,60 +103,39 @@ def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
         raise UserError(field, sweeper["params"], allowed, hint)
 
 
-def read_flags(args: Sequence[str]) -> Any:
-    """Read the arguments as Hydra does, but complain in one line instead of its usage text.
+class Flags(NamedTuple):
+    """Arguments of a run: its overrides, whether it is a sweep, and the user's own config folder."""
+
+    overrides: list[str]
+    multirun: bool
+    config_dir: str | None
+
+
+def read_flags(args: Sequence[str]) -> Flags:
+    """Tell overrides from flags.
 
     Raises:
-        UserError: A flag is unknown, or several exclude each other.
+        UserError: A flag is unknown, or has no value.
     """
-    complaint = io.StringIO()
-    typed = " ".join(args)
-    try:
-        with redirect_stderr(complaint), text_help():
-            flags, unknown = get_args_parser().parse_known_intermixed_args(list(args))
-    except SystemExit as error:
-        last_line = complaint.getvalue().strip().splitlines()[-1]
-        reason = last_line.split("error: ")[-1]
-        hint = f"posbench --help ({reason})"
-        raise UserError("flag", typed, "Hydra's flags", hint) from error
-    if unknown:
-        allowed = "key=value and Hydra's flags"
-        raise UserError("flag", unknown[0], allowed, "posbench --help")
-    modes = (flags.run, flags.multirun, flags.cfg, flags.info, flags.shell_completion)
-    several_modes = sum(map(bool, modes)) > 1
-    resolves_nothing = flags.resolve and not (flags.cfg or flags.help)
-    if several_modes or resolves_nothing or flags.experimental_rerun:
-        allowed = "one of -m, --cfg job [--resolve], --info"
-        raise UserError(
-            "flag",
-            typed,
-            allowed,
-            "leave out all but one of them; to repeat a run, repeat its command",
-        )
-    return flags
-
-
-@contextmanager
-def text_help() -> Iterator[None]:
-    """Let Hydra 1.3 make its parser of flags on Python 3.14, for the duration of a block.
-
-    argparse of Python 3.14 looks into each help text when it is given; Hydra gives one that becomes text only
-    when it is printed.
-    """
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def add_argument_with_text(
-        parser: argparse.ArgumentParser, *names: str, **settings: Any
-    ) -> argparse.Action:
-        if not isinstance(settings.get("help", ""), str):
-            settings["help"] = "Hydra's shell completion; see posbench completion"
-        return add_argument(parser, *names, **settings)
-
-    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
+    overrides = list[str]()
+    multirun = False
+    config_dir = None
+    remaining = iter(args)
+    for arg in remaining:
+        name, sign, value = arg.partition("=")
+        if arg in ("-m", "--multirun"):
+            multirun = True
+        elif name == "--config-dir":
+            config_dir = value if sign else next(remaining, "")
+            if not config_dir:
+                allowed = "a folder with your YAML files"
+                raise UserError(name, config_dir, allowed, f"{name} DIR")
+        elif arg.startswith("-"):
+            allowed = "key=value, -m (--multirun), --config-dir DIR, --cfg job"
+            raise UserError("flag", arg, allowed, "posbench --help")
+        else:
+            overrides.append(arg)
+    return Flags(overrides, multirun, config_dir)
 
 
 def parse_request(
@@ -189,10 +164,9 @@ def parse_request(
     group_overrides, path_models = _name_path_models(group_overrides, folders)
     group_overrides, run_methods = _name_run_methods(group_overrides)
     parsed = _parse(group_overrides)
-    if _names_server(parsed):
-        parsed += _parse([f"model={ENDPOINT}"])
-    elif _names_checkpoint_alone(parsed):
-        parsed += _parse([f"model={HUB_MODEL}"])
+    model = _implied_model(parsed)
+    if model:
+        parsed += _parse([f"model={model}"])
     searched = list(folders[1:])
     reference_override = list[str]()
     config = "config"
@@ -235,7 +209,7 @@ def parse_request(
         config=config,
         searched=tuple(searched),
         overrides=(*reference_override, *rewritten),
-        multirun=bool(sweep),
+        multirun=multirun or bool(sweep),
         experiment=experiment_names[-1] if experiment_names else "",
         grid=frozenset(grid) - typed_keys,
         set_by_experiment=set_by_experiment,
@@ -251,21 +225,18 @@ def parse_request(
     )
 
 
-def _names_server(overrides: Sequence[Override]) -> bool:
-    """Whether overrides name a server and no model: then the model is what the server has."""
-    keys = {override.key_or_group for override in overrides}
-    addresses = [o for o in overrides if o.key_or_group == "model.base_url"]
-    has_address = any(
-        not o.is_delete() and (o.is_sweep_override() or o.value() is not None)
-        for o in addresses
-    )
-    return has_address and "model" not in keys
+def _implied_model(overrides: Sequence[Override]) -> str:
+    """The choice of model where none is typed but a server or a checkpoint is; empty elsewhere.
 
-
-def _names_checkpoint_alone(overrides: Sequence[Override]) -> bool:
-    """Whether overrides name a checkpoint and no model: then the default model's name and constants are not its own."""
-    keys = {o.key_or_group for o in overrides if not o.is_delete()}
-    return "model.path" in keys and "model" not in keys
+    The default model's name and constants are not theirs.
+    """
+    set_keys = {o.key_or_group: o for o in overrides if not o.is_delete()}
+    if "model" in set_keys:
+        return ""
+    address = set_keys.get("model.base_url")
+    if address and (address.is_sweep_override() or address.value() is not None):
+        return ENDPOINT
+    return HUB_MODEL if "model.path" in set_keys else ""
 
 
 def _with_stages_as_list(override: str) -> str:

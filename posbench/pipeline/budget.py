@@ -185,8 +185,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return a config with other values under dotted keys ``group.field``, or with other ``stages``."""
     for key, value in settings.items():
         if key == "stages":
-            raw = {**config.raw, "stages": list(value)}
-            config = replace(config, stages=tuple(value), raw=raw)
+            config = config.with_stages(value)
             continue
         group, name = key.split(".")
         config = config.with_fields(group, {name: _as_field(value)})

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -39,14 +36,17 @@ from posbench.pipeline.arguments import (
     model_name,
     parse_request,
     read_flags,
-    text_help,
 )
 from posbench.pipeline.multirun import (
-    compose_directly,
-    hydra_at,
-    launch,
+    Record,
+    call_hydra,
+    compose_jobs,
+    hydra_cleared,
+    launch_folder,
+    new_record,
     read_records,
-    search_path,
+    record_lost_job,
+    runs_by_hydra,
     spelled,
     write_record,
 )
@@ -75,7 +75,6 @@ class ComposedConfig:
         folders: config folders, posbench's first.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
-        records: Folder that takes what :func:`posbench.pipeline.multirun.write_record` leaves.
         notes: What was changed so that an experiment and a model go together, a line each.
         experiment: Name of the experiment, as it is typed; empty without one.
         grid: Dotted keys among the typed ones that the experiment's grid sets.
@@ -87,7 +86,6 @@ class ComposedConfig:
     folders: tuple[Path, ...]
     number: int = 0
     multirun: bool = False
-    records: Path = field(default=Path(), compare=False)
     notes: tuple[str, ...] = ()
     experiment: str = ""
     grid: frozenset[str] = frozenset()
@@ -105,82 +103,94 @@ class ComposedConfig:
         return [*experiment, *self.overrides, *flag]
 
 
-def compose(
-    args: Sequence[str],
-    handle: Callable[[ComposedConfig], None],
-    prepare_all: Callable[[Sequence[ComposedConfig]], None] = lambda composed: None,
-) -> list[dict[str, Any]]:
-    """Compose the configs that the arguments ask for and hand them on: one, or one for each job of a sweep.
+@dataclass(frozen=True)
+class Jobs:
+    """What a command line asks for.
+
+    Attributes:
+        composed: The jobs that are right, in order.
+        refused: Records of the jobs of a sweep that are wrong, by their numbers.
+        run_by_hydra: Whether :func:`launch` must run them, as they choose a launcher.
+    """
+
+    composed: Sequence[ComposedConfig] = ()
+    refused: Mapping[int, Record] = field(default_factory=dict)
+    run_by_hydra: bool = False
+
+
+def compose(args: Sequence[str]) -> Jobs:
+    """Compose the configs that the arguments ask for: one, or one for each job of a sweep.
 
     Args:
-        args: ``key=value`` overrides and Hydra's flags.
-        handle: Called with every config; what it leaves by :func:`posbench.pipeline.multirun.write_record` is returned.
-        prepare_all: Called first with all configs of a sweep, where its jobs run in this process.
-
-    Returns:
-        The records of the jobs, in order.
+        args: ``key=value`` overrides, and the flags for a sweep and the user's config folder.
 
     Raises:
         UserError: An argument or a YAML file is wrong.
     """
-    flags = read_flags(args)
-    folders = paths.config_folders(flags.config_dir)
-    request = parse_request(flags.overrides, folders, bool(flags.multirun))
-    faults: list[UserError] = []
-
-    def fill(config: DictConfig, records_folder: Path) -> ComposedConfig | None:
+    asked = _Asked.of(args)
+    with _hydra_errors_translated(asked), hydra_cleared():
         try:
-            return _compose_job(config, request, folders, records_folder)
-        except UserError as error:
-            # Hydra would print a line of its own about an exception, and a sweep goes on.
-            faults.append(error)
-            return None
-
-    def run_by_hydra(records_folder: Path) -> None:
-        def run_job(config: DictConfig) -> None:
-            composed = fill(config, records_folder)
-            if composed:
-                handle(composed)
-
-        run_all = hydra.main(
-            version_base="1.3", config_path=str(paths.CONF), config_name=request.config
-        )(run_job)
-        with text_help():
-            run_all()
-
-    with (
-        tempfile.TemporaryDirectory(prefix="posbench-sweep-") as scratch,
-        hydra_at(scratch),
-        _hydra_errors_translated(args, folders),
-    ):
-        records_folder = Path(scratch)
-        sys.argv = ["posbench", *_hydra_arguments(args, flags, request)]
-        try:
-            configs = compose_directly(flags, request)
+            configs = compose_jobs(asked.request)
         except (OSError, RecursionError) as error:
             # OmegaConf raises OSError for a file that holds a number, and calls itself for each level.
-            if is_machine_fault(error):
+            if isinstance(error, HydraException) or is_machine_fault(error):
                 raise
-            typed = shortened(" ".join(flags.overrides))
+            typed = shortened(" ".join(asked.overrides))
             allowed = "mappings in every file, none of them nested deeply"
-            folder = paths.own_folder(folders) or paths.CONF
+            folder = paths.own_folder(asked.folders) or paths.CONF
             hint = f"look at the overrides and the files in {folder} ({error})"
             raise UserError("config", typed, allowed, hint) from error
-        if configs is not None:
-            _run_in_turn(
-                configs,
-                lambda config: fill(config, records_folder),
-                prepare_all,
-                handle,
-            )
-        elif flags.multirun or request.multirun:
-            return launch(request, run_by_hydra)
-        else:
-            run_by_hydra(records_folder)
-        job_records = read_records(records_folder)
-    if faults and not any(record["multirun"] for record in job_records):
-        raise faults[0]
-    return job_records
+        composed = list[ComposedConfig]()
+        refused = dict[int, Record]()
+        for config in configs:
+            HydraConfig.instance().cfg = config
+            try:
+                composed.append(_compose_job(config, config.hydra, asked))
+            except UserError as error:
+                if config.hydra.mode != RunMode.MULTIRUN:
+                    raise
+                refused[config.hydra.job.num] = _refusal(config.hydra, asked, error)
+        return Jobs(composed, refused, runs_by_hydra(asked.request, configs))
+
+
+def launch(
+    args: Sequence[str], jobs: Jobs, run: Callable[[ComposedConfig], Record]
+) -> list[Record]:
+    """Let Hydra run jobs, each in whatever process its launcher takes.
+
+    Args:
+        args: The arguments of :func:`compose`.
+        jobs: What that returned.
+        run: Runs a job and returns its record.
+
+    Returns:
+        The records of the jobs, in order. A job whose process died has one that says so.
+    """
+    asked = _Asked.of(args)
+    if not jobs.composed:
+        return list(jobs.refused.values())
+    first = jobs.composed[0]
+    outputs = str(first.raw["runtime"]["outputs"] or Runtime.outputs)
+    with launch_folder(outputs) as folder:
+
+        def run_job(config: DictConfig) -> None:
+            job = HydraConfig.get()
+            try:
+                record = run(_compose_job(config, job, asked))
+            except UserError as error:
+                # Hydra would print a line of its own about an exception, and a sweep goes on.
+                record = _refusal(job, asked, error)
+            write_record(folder, _number(job), record)
+
+        try:
+            with _hydra_errors_translated(asked):
+                call_hydra(asked.request, run_job, folder)
+        except Exception as error:
+            if isinstance(error, UserError) or not first.multirun:
+                raise
+            for job in jobs.composed:
+                record_lost_job(folder, job.number, job.overrides, error)
+        return read_records(folder)
 
 
 def compose_one(*overrides: str) -> ComposedConfig:
@@ -189,62 +199,59 @@ def compose_one(*overrides: str) -> ComposedConfig:
     Raises:
         UserError: An override or a YAML file is wrong.
     """
-    configs: list[ComposedConfig] = []
-    compose(overrides, configs.append)
-    return configs[0]
+    return compose(overrides).composed[0]
+
+
+def compose_record(
+    groups: Mapping[str, Any], folders: Sequence[Path]
+) -> ComposedConfig:
+    """Return the config whose groups a run recorded: those that took part in it.
+
+    Whatever the others are, nothing reads them.
+
+    Args:
+        groups: The groups.
+        folders: posbench's config folder, and the user's own.
+    """
+    defaults = compose_one("method=none")
+    raw = {**defaults.raw, **groups}
+    return replace(defaults, raw=raw, typed=(), folders=tuple(folders))
 
 
 # Hydra
 
 
-def _hydra_arguments(args: Sequence[str], flags: Any, request: Request) -> list[str]:
-    """The command line that Hydra reads.
+@dataclass(frozen=True)
+class _Asked:
+    """Arguments, read.
 
-    Its parser refuses an override that follows a flag and its value: overrides go last.
+    Attributes:
+        overrides: The overrides as typed.
+        folders: posbench's config folder, and the user's own.
+        request: What Hydra gets.
     """
-    arguments = [arg for arg in args if arg not in flags.overrides]
-    if request.multirun and not (flags.multirun or flags.cfg or flags.info):
-        arguments.append("-m")
-    arguments += [f"--config-dir={folder}" for folder in request.searched[:1]]
-    arguments += search_path(request.searched[1:])
-    arguments += request.overrides
-    return arguments
 
+    overrides: Sequence[str]
+    folders: tuple[Path, ...]
+    request: Request
 
-def _run_in_turn(
-    configs: Sequence[DictConfig],
-    fill: Callable[[DictConfig], ComposedConfig | None],
-    before: Callable[[Sequence[ComposedConfig]], None],
-    each: Callable[[ComposedConfig], None],
-) -> None:
-    """Fill in all configs, then hand on those that are right, together and one by one."""
-    jobs = list[ComposedConfig | None]()
-    for config in configs:
-        HydraConfig.instance().cfg = config
-        jobs.append(fill(config))
-    before([job for job in jobs if job])
-    for config, job in zip(configs, jobs, strict=True):
-        HydraConfig.instance().cfg = config
-        if job:
-            each(job)
+    @classmethod
+    def of(cls, args: Sequence[str]) -> _Asked:
+        """Read arguments."""
+        flags = read_flags(args)
+        folders = paths.config_folders(flags.config_dir)
+        request = parse_request(flags.overrides, folders, flags.multirun)
+        return cls(flags.overrides, tuple(folders), request)
 
 
 @contextmanager
-def _hydra_errors_translated(
-    args: Sequence[str], folders: Sequence[Path]
-) -> Iterator[None]:
-    """Raise what Hydra raises as one line; that it ends after ``--help`` and the like is no error."""
+def _hydra_errors_translated(asked: _Asked) -> Iterator[None]:
+    """Raise what Hydra raises as one line."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        overrides = read_flags(args).overrides
-        folder = paths.own_folder(folders) or paths.CONF
-        raise _translate(error, overrides, folder) from error
-    except SystemExit as end:
-        if end.code:
-            typed = " ".join(args)
-            hint = "posbench --help"
-            raise UserError("flag", typed, "Hydra's flags", hint) from end
+        folder = paths.own_folder(asked.folders) or paths.CONF
+        raise _translate(error, asked.overrides, folder) from error
 
 
 def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
@@ -269,34 +276,42 @@ def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> User
 # Filling in
 
 
-def _compose_job(
-    config: DictConfig,
-    request: Request,
-    folders: Sequence[Path],
-    records_folder: Path,
-) -> ComposedConfig:
-    """A job as Hydra composed it, filled in; one that is wrong leaves a record in the folder."""
-    job = HydraConfig.get()
+def _compose_job(config: DictConfig, job: Any, asked: _Asked) -> ComposedConfig:
+    """A job as Hydra composed it, filled in.
+
+    Args:
+        config: Its config.
+        job: What Hydra says of it.
+        asked: The arguments.
+    """
+    return _fill(
+        config,
+        dict(job.runtime.choices),
+        _overrides(job),
+        asked.request,
+        asked.folders,
+        _number(job),
+        job.mode == RunMode.MULTIRUN,
+    )
+
+
+def _overrides(job: Any) -> list[str]:
+    """The overrides of a job, of which Hydra says this."""
     overrides: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
-    overrides = [str(override) for override in overrides]
-    number = OmegaConf.select(job, "job.num", default=0, throw_on_missing=False) or 0
-    multirun = job.mode == RunMode.MULTIRUN
-    choices_made = dict(job.runtime.choices)
-    try:
-        composed = _fill(
-            config, choices_made, overrides, request, folders, number, multirun
-        )
-    except UserError as error:
-        record = {
-            "overrides": list(spelled(request, overrides)),
-            "multirun": multirun,
-            "folder": None,
-            "status": 2,
-            "error": str(error),
-        }
-        write_record(records_folder, number, record)
-        raise
-    return replace(composed, records=records_folder)
+    return [str(override) for override in overrides]
+
+
+def _number(job: Any) -> int:
+    """The number of a job; Hydra numbers those of sweeps alone."""
+    number = OmegaConf.select(job, "job.num", default=0, throw_on_missing=False)
+    return int(number or 0)
+
+
+def _refusal(job: Any, asked: _Asked, error: UserError) -> Record:
+    """The record of a job that is wrong."""
+    overrides = spelled(asked.request, _overrides(job))
+    record = new_record(overrides, job.mode == RunMode.MULTIRUN)
+    return {**record, "status": error.status, "error": str(error)}
 
 
 def _key_of(override: str) -> str:

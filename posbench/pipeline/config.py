@@ -18,6 +18,7 @@ from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
+from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.constants import RunConstants, suggest_run
 from posbench.run.budget import Budget
 from posbench.run.method import MethodUnderTest
@@ -84,7 +85,8 @@ class Config:
         stages: The stages to run, in order.
         experiment: The experiment that the config belongs to.
         study: The study.
-        raw: The resolved config as plain data: the groups that take part.
+        study_name: Name of the study; empty without one.
+        raw: What the run records of its config, as plain data: the groups that take part.
         typed: Dotted keys that the user set.
         all_methods: Methods by name; empty unless the study measures them all.
         budget: What the run may take, from which its sizes are still to be chosen; None: they stand.
@@ -102,6 +104,7 @@ class Config:
     stages: tuple[Stage, ...]
     experiment: Experiment | None
     study: Study | None
+    study_name: str
     raw: dict[str, Any] = field(repr=False)
     typed: frozenset[str] = frozenset()
     all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
@@ -109,11 +112,6 @@ class Config:
     config_dir: Path | None = None
     constants: tuple[RunConstants, ...] = ()
     server: ServerProfile | None = None
-
-    @property
-    def study_name(self) -> str:
-        """Name of the study; empty without one."""
-        return str(self.raw["study"]["name"]) if self.study else ""
 
     @property
     def uses_model(self) -> bool:
@@ -133,6 +131,12 @@ class Config:
         raw = {**self.raw, group: {**self.raw[group], **plain(values)}}
         changes: Any = {group: section, "raw": raw}
         return replace(self, **changes)
+
+    def with_stages(self, stages: Sequence[Stage]) -> Config:
+        """Return the config with other stages, also in what it records of itself."""
+        return replace(
+            self, stages=tuple(stages), raw={**self.raw, "stages": list(stages)}
+        )
 
     def method_under_test(self) -> MethodUnderTest:
         """Return the method under test, without the parameters that a search will find."""
@@ -165,31 +169,24 @@ class Config:
         return self.experiment.reference.beside(self.task, self.model.name)
 
 
-def check_config(
-    raw: Mapping[str, Any],
-    typed: Sequence[str] = (),
-    folders: Sequence[Path] = paths.BUILT_IN,
-    obstacles: Faults | None = None,
-) -> Config:
+def check_config(composed: ComposedConfig, obstacles: Faults | None = None) -> Config:
     """Check a composed config.
 
     Args:
-        raw: Plain data; see :class:`posbench.pipeline.compose.ComposedConfig`.
-        typed: Dotted keys that the user set.
-        folders: The config folders, whose methods some studies measure.
+        composed: The config; methods of its folders take part where a study measures them all.
         obstacles: Collects what is wrong with files of this machine; without it that is raised, too.
 
     Raises:
         UserError: What is wrong, all of it.
     """
-    data = dict(raw)
+    data = dict(composed.raw)
     unknown = sorted(set(data) - {*TOP, "typed", "constants"})
     if unknown:
         key = unknown[0]
         raise UserError(key, data[key], ", ".join(TOP), "remove it")
     _need_text(data, "")
     _need_stage_list(data.get("stages"))
-    typed = [*typed, *data.pop("typed", ())]
+    typed = [*composed.typed, *data.pop("typed", ())]
     faults = Faults()
     parts = _build_parts(data, typed, faults)
     _check_files(parts, faults if obstacles is None else obstacles)
@@ -197,7 +194,7 @@ def check_config(
     # The study sets stages and method.
     if {"study", "model", "choice", "search"} <= parts.keys():
         with faults.collecting():
-            config = _assemble(data, parts, typed, folders)
+            config = _assemble(data, parts, typed, composed.folders)
     faults.raise_any()
     assert config is not None, "it is made unless there is a fault"
     with faults.collecting():
@@ -260,6 +257,7 @@ def _assemble(
         stages=stages,
         experiment=parts.get("experiment"),
         study=parts["study"],
+        study_name=str(data["study"]["name"]) if parts["study"] else "",
         raw=_record(data, parts, stages, typed),
         typed=frozenset(typed),
         budget=parts.get("budget"),
@@ -334,12 +332,13 @@ def _need_text(node: Any, key: str) -> None:
             )
 
 
-def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
+def needs(composed: ComposedConfig) -> tuple[Source, ...]:
     """Return the files that a composed config reads: the checkpoint's, the task's, then the search's.
 
     Raises:
         UserError: The model, the task or the search is wrong.
     """
+    raw = composed.raw
     model = _build_model(raw.get("model"))
     task = _build_task(raw.get("task"))
     search_files: tuple[Source, ...] = ()
@@ -392,9 +391,13 @@ def _build_search(data: Any) -> Search:
 
 def _build_runtime(data: Mapping[str, Any]) -> Runtime:
     cluster = data.get("cluster")
-    if isinstance(cluster, Mapping):
-        data = {**data, "cluster": build(Cluster, cluster, "runtime.cluster")}
-    return build(Runtime, data, "runtime")
+    if cluster is None:
+        return build(Runtime, data, "runtime")
+    if not isinstance(cluster, Mapping):
+        hint = "add runtime/cluster=slurm"
+        raise UserError("runtime/cluster", cluster, "slurm, local", hint)
+    built = build(Cluster, cluster, "runtime.cluster")
+    return build(Runtime, {**data, "cluster": built}, "runtime")
 
 
 def _build_model(data: Any) -> ModelConfig:

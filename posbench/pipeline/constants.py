@@ -15,12 +15,12 @@ from posbench.files.digests import Content, content_keys, read_contents
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
 from posbench.files.sources import Source
 from posbench.report.folder import read_csv, read_json
-from posbench.report.index import find_run
 from posbench.run.folder import (
     DONE,
     PROVENANCE,
     RunDir,
     as_json,
+    find_run,
     open_run_dir,
     open_undamaged,
     runs_in,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.items import probe_items
 from posbench.model.lm import LM
-from posbench.pipeline.audit import audit_shards
 from posbench.pipeline.budget import (
     PLANNED_KEYS,
     BudgetPlan,
@@ -35,7 +34,7 @@ from posbench.pipeline.budget import (
     with_settings,
     write_plan,
 )
-from posbench.pipeline.compose import compose_one
+from posbench.pipeline.compose import compose_record
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import (
     identity,
@@ -46,7 +45,6 @@ from posbench.pipeline.identity import (
     threads,
     version_key,
 )
-from posbench.pipeline.jobs import SUBMITTED
 from posbench.pipeline.prepare import (
     PreparedRun,
     build_run,
@@ -55,8 +53,9 @@ from posbench.pipeline.prepare import (
     silence_transformers,
 )
 from posbench.pipeline.served import describe_endpoint, estimate_served, need_consent
-from posbench.pipeline.stages import evaluate, intervene, report, search, study
+from posbench.pipeline.stages import stage_module
 from posbench.pipeline.study_budget import describe_long_study, plan_study
+from posbench.report.terminal import show_run
 from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.budget import Budget, Deadline, Spending, Stopwatch, price_of
@@ -68,6 +67,7 @@ from posbench.run.folder import (
     PREDICTIONS,
     PROVENANCE,
     STATUS,
+    SUBMITTED,
     RunDir,
     State,
     open_run,
@@ -77,6 +77,7 @@ from posbench.run.folder import (
 from posbench.run.heartbeat import doing
 from posbench.run.own_code import make_importable
 from posbench.run.progress import duration, repeating
+from posbench.run.replies import STAGE as EVALUATE
 from posbench.run.shards import (
     Shard,
     WorkerMain,
@@ -86,14 +87,6 @@ from posbench.run.shards import (
 )
 from posbench.tasks.items import GoldPositionTask
 
-STAGES: Mapping[str, Callable[[Config, Run], None]] = {
-    "search": search.run,
-    "study": study.run,
-    "intervene": intervene.run,
-    "evaluate": evaluate.run,
-    "report": report.run,
-}
-
 STAGE_ACTIVITIES = {
     "search": "search: between its loops",
     "study": "study: tables and intervals",
@@ -102,7 +95,7 @@ STAGE_ACTIVITIES = {
     "report": "report: figures and page",
 }
 """What a stage does where it shows no progress."""
-ROW_STAGES: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
+ROW_STAGES = ("intervene", "evaluate")
 """Stages whose rows several runs make together, or several processes share out."""
 
 BUDGETS = ".budgets"
@@ -160,7 +153,7 @@ def execute(
             if _has_current_report(out, config):
                 console.print("finished before: nothing is computed again")
                 if shows_result:
-                    report.show_run(out.path, console)
+                    show_run(out.path, console)
                 return out.path
             console.print(
                 "finished before; reported again, as the experiment or the paper's table has changed"
@@ -196,7 +189,7 @@ def execute(
                         run.meter.stage(stage, out),
                         doing(STAGE_ACTIVITIES[stage]),
                     ):
-                        STAGES[stage](config, run)
+                        stage_module(stage).run(config, run)
                         need_unchanged(contents, out)
                 _merge_shards(run)  # without a report; after one it finds nothing left
         except BaseException as error:
@@ -206,7 +199,7 @@ def execute(
             _record_end(out, plan, watch)
         out.finish("done", seconds=watch.seconds)
         if shows_result and "report" not in config.stages:
-            report.show_run(out.path, console)
+            show_run(out.path, console)
         if plan:
             _print_time(plan, watch.total, console)
         return out.path
@@ -229,7 +222,9 @@ def _has_ended(out: RunDir, config: Config) -> bool:
 
 def _has_current_report(out: RunDir, config: Config) -> bool:
     """Whether the report of a run, if it has one, shows the experiment and the paper's table as they are now."""
-    return "report" not in config.stages or report.is_current(config, out.path)
+    if "report" not in config.stages:
+        return True
+    return bool(stage_module("report").is_current(config, out.path))
 
 
 def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
@@ -282,6 +277,8 @@ def _merge_shards(run: Run) -> None:
     is_submitted = (run.out.path / SUBMITTED).is_file()
     was_audited = AUDIT in run.out.facts(PROVENANCE)
     if shard_folders(run.out.path) or (is_submitted and not was_audited):
+        from posbench.pipeline.audit import audit_shards  # few runs need it
+
         audit_shards(run)
     merge_records(run.out)
 
@@ -297,7 +294,7 @@ def set_threads(config: Config) -> None:
 
 def is_shardable(config: Config) -> bool:
     """Return whether processes can share out a run's rows: not those of a study, nor of a served model."""
-    makes_rows = bool(ROW_STAGES.keys() & set(config.stages))
+    makes_rows = bool(set(ROW_STAGES) & set(config.stages))
     return makes_rows and not config.study and config.model.in_process
 
 
@@ -381,7 +378,7 @@ def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator
 def _spending(config: Config, run: Run) -> Spending:
     """What a served run spent so far, killed sessions among it, and may spend."""
     rows = run.out.rows_without_error(PREDICTIONS)
-    recorded = run.out.status().get("spent", {}).get(evaluate.STAGE, {})
+    recorded = run.out.status().get("spent", {}).get(EVALUATE, {})
     read = sum(row.get("prompt_tokens") or 0 for row in rows)
     written = sum(row.get("reply_tokens") or 0 for row in rows)
     # What a killed session took stands in its rows alone, and what was not kept in the record alone.
@@ -394,7 +391,7 @@ def _spending(config: Config, run: Run) -> Spending:
     recorded_usd = recorded.get("usd", 0.0)
     usd = max(price_of(read, written, price) or 0.0, recorded_usd)
     if usd > recorded_usd:
-        run.out.spend(evaluate.STAGE, {"usd": usd - recorded_usd}, {})
+        run.out.spend(EVALUATE, {"usd": usd - recorded_usd}, {})
     probe = _record_probe(config, run)
     tokens += probe.get("prompt_tokens", 0) + probe.get("reply_tokens", 0)
     usd += probe.get("usd", 0.0)
@@ -617,11 +614,10 @@ def recorded_config(folder: Path) -> Config:
     """
     folder = folder.resolve()
     out = open_run(folder)
-    raw = out.config("runtime")
-    # Groups that take no part are not recorded: whatever they are, nothing reads them.
-    raw = {**compose_one().raw, "study": None, "experiment": None, **raw}
-    raw["runtime"] = {**raw["runtime"], "outputs": str(out.path.parents[2])}
-    config = check_config(raw, folders=make_importable(out))
+    groups = out.config("runtime")
+    runtime = {**groups["runtime"], "outputs": str(out.path.parents[2])}
+    folders = make_importable(out)
+    config = check_config(compose_record({**groups, "runtime": runtime}, folders))
     contents = run_contents(config)
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):

@@ -19,13 +19,11 @@ from annotated_types import Ge, Le, MinLen
 from posbench.errors import UserError
 from posbench.files.atomic import write_json
 from posbench.files.parse import read_json
-from posbench.run.folder import CONFIG, open_run_dir, runs_in
+from posbench.run.folder import CONFIG, SUBMITTED, open_run_dir, runs_in
 from posbench.run.lease import in_use, is_alive
 from posbench.run.shards import is_running, missing_shards
 from posbench.schema import Count, no_other_keys
 
-SUBMITTED = ".submitted.json"
-"""File of a run folder: a list of the times that the run was submitted. Hidden, so no part of its results."""
 JobState = Literal["done", "damaged", "running", "waiting", "failed", "lost", "unknown"]
 """How a submitted run stands."""
 ENDED = ("failed", "incomplete", "mixed")

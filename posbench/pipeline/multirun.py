@@ -1,12 +1,13 @@
 """Asking Hydra: for the configs of all jobs, or, where a launcher is chosen, to have the jobs run.
 
-Its own basic sweeper splits a sweep into jobs, so that they are the same both ways; a sweeper plugin of ours would have
-to do that again, and compose every job twice as Hydra does.
+Its own basic sweeper cannot be asked for its jobs alone, so a sweep is split here as that splits it.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -14,24 +15,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from posbench import paths
 from posbench.files.atomic import write_text
 from posbench.files.secrets import without_typed_secrets
 from posbench.pipeline.arguments import Request
-from posbench.run.runtime import Runtime
 
 BASIC = {
     "hydra/launcher": "basic",
@@ -40,64 +38,80 @@ BASIC = {
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
 }
-"""What a config chooses of Hydra's own unless it says so; see :func:`compose_directly`."""
+"""What a config chooses of Hydra's own unless it says so; see :func:`runs_by_hydra`."""
 SWEEP = "POSBENCH_SWEEP"
 """Environment variable with a sweep's folder, Hydra's ``sweep.dir``: a launcher keeps its files there."""
 MAX_ERROR_LENGTH = 300
 
+Record = dict[str, Any]
+"""What is left of a job: its ``overrides``, whether it is one of a ``multirun``, its run's ``folder``, the exit
+``status``, and where nothing else says it the ``error``."""
 
-def compose_directly(flags: Any, request: Request) -> list[DictConfig] | None:
-    """Compose the configs of all jobs by Hydra's Compose API.
 
-    That takes a third of the time of ``hydra.main``, which composes every job twice.
+def compose_jobs(request: Request) -> list[DictConfig]:
+    """Compose the config of each job, with what Hydra says of the job under its key ``hydra``.
+
+    Hydra's Compose API takes a third of the time of ``hydra.main``, which composes every job twice.
 
     Args:
-        flags: Hydra's flags.
         request: What to compose.
-
-    Returns:
-        The configs. None where only ``hydra.main`` serves: for its flags, and where a launcher, a sweeper or
-        another part of Hydra's own config is chosen.
     """
-    if any(_is_hydra_key(override) for override in flags.overrides):
-        return None
-    if flags.cfg or flags.info or flags.help:
-        return None
-    if flags.hydra_help or flags.shell_completion:
-        return None
-    multirun = bool(flags.multirun or request.multirun)
     with _hydra_of(request) as (parser, search_override):
-        parsed = parser.parse_overrides(list(request.overrides))
-        jobs = [list(request.overrides)]
-        if multirun:
-            jobs = BasicSweeper.split_arguments(parsed, None)[0]
-        configs = list[DictConfig]()
-        composed = dict[tuple[str, ...], DictConfig]()
-        for number, job in enumerate(jobs):
+
+        @cache
+        def compose_choices(choices: tuple[str, ...]) -> DictConfig:
+            overrides = [*search_override, *choices]
+            return hydra.compose(request.config, overrides, return_hydra_config=True)
+
+        def compose_job(number: int, job: Sequence[str]) -> DictConfig:
             # Hydra lays values over what the choices make, in their order: jobs of the same choices share it.
             values = [override for override in job if override.startswith("++")]
             choices = tuple(override for override in job if override not in values)
-            if choices not in composed:
-                composed[choices] = hydra.compose(
-                    request.config,
-                    [*search_override, *choices],
-                    return_hydra_config=True,
-                )
-            config = copy.deepcopy(composed[choices])
+            config = copy.deepcopy(compose_choices(choices))
             for override in parser.parse_overrides(values):
                 OmegaConf.update(
                     config, override.key_or_group, override.value(), force_add=True
                 )
-            node = config.hydra
-            is_basic = BASIC.items() <= node.runtime.choices.items()
-            if not is_basic or node.mode or node.sweeper.params:
-                return None
             with open_dict(config):
-                node.mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-                node.job.num = number
-                node.overrides.task = job
-            configs.append(config)
-    return configs
+                config.hydra.job.num = number
+                config.hydra.overrides.task = [o for o in job if not _is_hydra_key(o)]
+            return config
+
+        swept = list[str]()
+        if not request.multirun:
+            config = compose_job(0, request.overrides)
+            if config.hydra.mode != RunMode.MULTIRUN:
+                return [config]
+            params = config.hydra.sweeper.get("params") or {}
+            swept = [f"{key}={values}" for key, values in params.items()]
+        jobs = _split(parser, [*swept, *request.overrides])
+        configs = [compose_job(number, job) for number, job in enumerate(jobs)]
+        for config in configs:
+            config.hydra.mode = RunMode.MULTIRUN
+        return configs
+
+
+def _split(parser: OverridesParser, overrides: Sequence[str]) -> list[tuple[str, ...]]:
+    """The overrides of each job of a sweep, in the order of Hydra's basic sweeper; of a key the last one counts."""
+    values = dict[str, list[str]]()
+    for override in parser.parse_overrides(list(overrides)):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            values[key] = [f"{key}={override.get_value_element_as_str()}"]
+        elif override.is_discrete_sweep():
+            values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
+        else:
+            raise HydraException(
+                f"{override.input_line}: a sweep takes a list of values"
+            )
+    return list(itertools.product(*values.values()))
+
+
+def runs_by_hydra(request: Request, configs: Sequence[DictConfig]) -> bool:
+    """Return whether Hydra itself must run jobs: they choose a launcher, or another part of its own config."""
+    return any(map(_is_hydra_key, request.overrides)) or any(
+        not BASIC.items() <= config.hydra.runtime.choices.items() for config in configs
+    )
 
 
 def _is_hydra_key(override: str) -> bool:
@@ -119,103 +133,117 @@ def _hydra_of(request: Request) -> Iterator[tuple[OverridesParser, list[str]]]:
         further_folders = (paths.CONF, *request.searched[1:])
     with hydra.initialize_config_dir(str(first), "posbench", version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        yield parser, search_path(further_folders)
+        yield parser, _search_path(further_folders)
 
 
-def search_path(folders: Sequence[Path]) -> list[str]:
-    """Return the override that lets Hydra search these folders after the first; empty without folders."""
+def _search_path(folders: Sequence[Path]) -> list[str]:
+    """The override that lets Hydra search these folders after the first; empty without folders."""
     if not folders:
         return []
     listed = ",".join(f"file://{folder}" for folder in folders)
     return [f"hydra.searchpath=[{listed}]"]
 
 
-def write_record(records: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Leave the record of a job for the caller of :func:`posbench.pipeline.compose.compose`.
+@contextmanager
+def hydra_cleared() -> Iterator[None]:
+    """Keep what Hydra holds of the process out of the block, and what the block leaves there out of the process."""
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def call_hydra(
+    request: Request, run: Callable[[DictConfig], None], folder: Path
+) -> None:
+    """Let Hydra run the jobs of a request.
 
     Args:
-        records: Folder of the records.
-        number: Number of the job.
-        record: The record.
+        request: The request.
+        run: Called with the config of each job, in whatever process a launcher takes.
+        folder: Where launchers keep their files.
     """
-    overrides = [without_typed_secrets(text) for text in record["overrides"]]
-    data = {**record, "overrides": overrides}
-    write_text(records / f"job-{number:05d}.json", json.dumps(data))
+    main = hydra.main(
+        version_base="1.3", config_path=str(paths.CONF), config_name=request.config
+    )(run)
+    argv = sys.argv
+    # Its parser refuses an override that follows a flag and its value: overrides go last.
+    sys.argv = ["posbench", *(["-m"] if request.multirun else [])]
+    sys.argv += [f"--config-dir={path}" for path in request.searched[:1]]
+    sys.argv += [*_search_path(request.searched[1:]), *request.overrides]
+    # It then raises instead of printing.
+    variables = {"HYDRA_FULL_ERROR": "1", SWEEP: str(folder)}
+    try:
+        with hydra_cleared(), _environment(variables), _text_help():
+            main()
+    finally:
+        sys.argv = argv
 
 
 @contextmanager
-def hydra_at(folder: str) -> Iterator[None]:
-    """Let Hydra raise instead of printing, and write to a folder; nothing it changes outlives the block."""
-    with _environment({"HYDRA_FULL_ERROR": "1", SWEEP: folder}):
-        argv = sys.argv
-        GlobalHydra.instance().clear()
-        try:
-            yield
-        finally:
-            GlobalHydra.instance().clear()
-            sys.argv = argv
+def _text_help() -> Iterator[None]:
+    """Let ``hydra.main``, the only public way to its launchers, make its parser of flags on Python 3.14.
 
-
-def launch(request: Request, run: Callable[[Path], None]) -> list[dict[str, Any]]:
-    """Let a launcher run the jobs of a sweep, and return their records.
-
-    These and the launcher's logs lie under the outputs, as jobs may run on other machines, and are removed
-    when all went well. A job whose process died has a record that says so.
-
-    Args:
-        request: The sweep.
-        run: Starts the launcher, for records in a folder.
+    argparse of Python 3.14 looks into each help text when it is given; Hydra 1.3 gives one that becomes text only
+    when it is printed.
     """
-    with _hydra_of(request) as (parser, search_override):
-        parsed = parser.parse_overrides(list(request.overrides))
-        jobs = [
-            [override for override in job if not _is_hydra_key(override)]
-            for job in BasicSweeper.split_arguments(parsed, None)[0]
-        ]
-        first_config = hydra.compose(request.config, [*search_override, *jobs[0]])
-        outputs = OmegaConf.select(first_config, "runtime.outputs")
-    outputs_folder = Path(outputs or Runtime.outputs).expanduser().absolute()
-    folder = (
-        outputs_folder / ".sweeps" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-    )
-    folder.mkdir(parents=True)
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_argument_with_text(
+        parser: argparse.ArgumentParser, *names: str, **settings: Any
+    ) -> argparse.Action:
+        if not isinstance(settings.get("help"), str):
+            settings["help"] = None
+        return add_argument(parser, *names, **settings)
+
+    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[assignment,method-assign]
     try:
-        with _environment({SWEEP: str(folder)}):
-            run(folder)
-    except Exception as error:
-        if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
-            raise
-        reason = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
-        reason = reason or type(error).__name__
-        for number, job in enumerate(jobs):
-            _record_lost_job(folder, number, spelled(request, job), reason)
-    job_records = read_records(folder)
-    if not any(record["status"] for record in job_records):
+        yield
+    finally:
+        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
+
+
+@contextmanager
+def launch_folder(outputs: str) -> Iterator[Path]:
+    """Make the folder of a launched sweep, and remove it unless a job of it failed.
+
+    Records and the launcher's logs lie under the outputs, as jobs may run on other machines.
+    """
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    folder = Path(outputs).expanduser().absolute() / ".sweeps" / name
+    folder.mkdir(parents=True)
+    yield folder
+    if not any(record["status"] for record in read_records(folder)):
         shutil.rmtree(folder)
         with suppress(OSError):  # another sweep's records are there
             folder.parent.rmdir()
-    return job_records
 
 
-def _record_lost_job(
-    folder: Path, number: int, overrides: Sequence[str], reason: str
+def write_record(folder: Path, number: int, record: Record) -> None:
+    """Leave the record of a launched job for the process that launched it."""
+    write_text(folder / f"job-{number:05d}.json", json.dumps(record))
+
+
+def record_lost_job(
+    folder: Path, number: int, overrides: Sequence[str], error: Exception
 ) -> None:
-    """Leave a record of a job that left none itself."""
+    """Leave a record of a launched job that left none itself."""
     if (folder / f"job-{number:05d}.json").is_file():
         return
-    typed = " ".join(map(without_typed_secrets, overrides))
+    reason = " ".join(str(error).split())[:MAX_ERROR_LENGTH] or type(error).__name__
+    record = new_record(overrides, multirun=True)
     fault = (
-        f"{typed}: its process ended, or still runs (the same command resumes); "
+        f"{' '.join(record['overrides'])}: its process ended, or still runs (the same command resumes); "
         f"logs: {folder} ({reason})"
     )
-    record = {
-        "overrides": overrides,
-        "multirun": True,
-        "folder": None,
-        "status": 1,
-        "error": fault,
-    }
-    write_record(folder, number, record)
+    write_record(folder, number, {**record, "status": 1, "error": fault})
+
+
+def new_record(overrides: Sequence[str], multirun: bool) -> Record:
+    """Return the record of a job that has no run yet."""
+    typed = [without_typed_secrets(text) for text in overrides]
+    return {"overrides": typed, "multirun": multirun, "folder": None, "status": 0}
 
 
 def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def _prepare(
     faults = Faults()
     config = None
     with faults.collecting():
-        config = check_config(composed.raw, composed.typed, composed.folders, faults)
+        config = check_config(composed, faults)
     if config is None:
         faults.raise_any()
     assert config is not None, "check returns a config or raises a fault"

@@ -25,7 +25,7 @@ from posbench.pipeline.execute import (
 )
 from posbench.pipeline.identity import identity, run_contents
 from posbench.pipeline.prepare import build_run, silence_transformers
-from posbench.pipeline.stages import search
+from posbench.pipeline.stages import search, stage_module
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.budget import Stopwatch
 from posbench.run.folder import MIXED, STATUS, RunDir
@@ -97,10 +97,10 @@ def _fill_rows(config: Config, runs: Sequence[Run], console: Console) -> None:
     first.console = console
     title = f"{len(runs)} runs that differ in their methods alone"
     console.rule(Text(title, style="bold"))
-    for stage, module in ROW_STAGES.items():
+    for stage in ROW_STAGES:
         if stage in config.stages:
             with first.meter.stage(stage, first.out):
-                module.fill(runs)
+                stage_module(stage).fill(runs)
 
 
 def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
@@ -129,10 +129,10 @@ def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
 def _may_share(config: Config) -> bool:
     """Whether one process makes rows of a local model with shared prefills, and no study runs."""
     stages = set(config.stages)
-    only_row_stages = stages <= ROW_STAGES.keys() | {"search", "report"}
+    only_row_stages = stages <= {*ROW_STAGES, "search", "report"}
     local_model = config.uses_model and config.model.in_process
     shares = bool(config.runtime.share) and config.runtime.workers == 1
-    makes_rows = bool(stages & ROW_STAGES.keys())
+    makes_rows = bool(stages & set(ROW_STAGES))
     # A budget, or a decided shape, ends the rounds of each run by itself.
     is_sized = config.budget is None and not config.runtime.until
     return is_sized and local_model and shares and makes_rows and only_row_stages
@@ -169,14 +169,15 @@ def make_shard(
     run.shard = shard
     run.out.path.mkdir(parents=True, exist_ok=True)
     with owning(run.out.path):
+        row_stages = {stage: stage_module(stage) for stage in ROW_STAGES}
         if run.out.status()["state"] == MIXED:
-            for name in (STATUS, *(module.FILE for module in ROW_STAGES.values())):
+            for name in (STATUS, *(module.FILE for module in row_stages.values())):
                 (run.out.path / name).unlink(missing_ok=True)
         run.method.use(read_found_parameters(main_out))
         status = run.out.status()
         machines = [*status.get(HARDWARE, []), describe_hardware()]
         run.out.write_facts(STATUS, {**status, HARDWARE: list(dict.fromkeys(machines))})
-        for stage, module in ROW_STAGES.items():
+        for stage, module in row_stages.items():
             if stage in config.stages and not run.out.stage(module.FILE).get("done"):
                 with run.meter.stage(stage, run.out):
                     module.fill([run])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -445,21 +444,3 @@ def age(started: str, now: datetime | None = None) -> str:
         return duration((now - datetime.fromisoformat(started)).total_seconds())
     except (ValueError, TypeError):
         return ""
-
-
-def find_run(name: str, outputs: Path) -> Path:
-    """The folder that a path or the hash of ``posbench ls runs`` names; it may be absent.
-
-    Raises:
-        UserError: Several runs have that hash.
-    """
-    path = Path(name).expanduser()
-    if path.exists() or not outputs.is_dir() or not re.fullmatch("[0-9a-f]{4,}", name):
-        return path
-    matches = [
-        run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)
-    ]
-    if len(matches) > 1:
-        hint = f"name its folder: {', '.join(map(str, matches))}"
-        raise UserError("RUN", name, "a name that fits one run only", hint)
-    return matches[0] if matches else path

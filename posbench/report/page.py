@@ -32,16 +32,12 @@ from posbench.report.paper import paper_sections, reference_text
 from posbench.report.text import (
     MAX_LISTED,
     describe_costs,
-    describe_cut_prompts,
-    describe_delivery,
     describe_method,
-    describe_missing_answers,
-    describe_server,
+    describe_prompts,
     describe_stop,
     headline,
     run_title,
     study_answer,
-    template_sentence,
 )
 from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RESCORED, open_run_dir
 from posbench.run.method import METHOD_FILE, typed_in_place
@@ -223,21 +219,6 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
         spread = f"{row['work']}; {low:.2f} to {high:.2f} over rounds"
         texts.append(f"{row['way']} {verb} {display_name(row['base'])} ({spread})")
     return texts
-
-
-def describe_prompts(folder: Path) -> str:
-    """How many prompts were cut, what made them vary, and what a server did with them; often empty."""
-    out = open_run_dir(folder)
-    rows = out.rows_without_error(PREDICTIONS)
-    facts = read_json(folder / "prompts.json") or {}
-    sentences = [
-        describe_cut_prompts(rows),
-        template_sentence(facts.get("template_reads", ())),
-        describe_missing_answers(rows),
-        describe_server(rows),
-        describe_delivery(out.facts(PROVENANCE).get("delivery", {})),
-    ]
-    return " ".join(filter(None, sentences))
 
 
 def describe_audit(folder: Path) -> str:

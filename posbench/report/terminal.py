@@ -15,12 +15,12 @@ from posbench.late import pd
 from posbench.report import tables
 from posbench.report.console import fit_columns, line_length
 from posbench.report.folder import read_csv, read_json
-from posbench.report.page import describe_prompts
 from posbench.report.paper import paper_sections
 from posbench.report.text import (
     count_verdicts,
     describe_costs,
     describe_method,
+    describe_prompts,
     describe_stop,
     headline,
 )

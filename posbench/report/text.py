@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posbench.late import pd
 from posbench.model.load import is_in_process
+from posbench.report.folder import read_json
 from posbench.report.tables import (
     Table,
     bias_table,
@@ -25,6 +27,7 @@ from posbench.report.tables import (
     unmeasurable_bias,
 )
 from posbench.run.budget import money
+from posbench.run.folder import PREDICTIONS, PROVENANCE, open_run_dir
 from posbench.run.method import TYPED, typed_in_place
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
@@ -534,3 +537,18 @@ def verdict_table(findings: pd.DataFrame) -> Table:
             models = "; ".join(dict.fromkeys(of_verdict["model"]))
             rows.append([str(verdict), claim, models])
     return ["verdict", "claim", "models"], rows
+
+
+def describe_prompts(folder: Path) -> str:
+    """How many prompts were cut, what made them vary, and what a server did with them; often empty."""
+    out = open_run_dir(folder)
+    rows = out.rows_without_error(PREDICTIONS)
+    facts = read_json(folder / "prompts.json") or {}
+    sentences = [
+        describe_cut_prompts(rows),
+        template_sentence(facts.get("template_reads", ())),
+        describe_missing_answers(rows),
+        describe_server(rows),
+        describe_delivery(out.facts(PROVENANCE).get("delivery", {})),
+    ]
+    return " ".join(filter(None, sentences))

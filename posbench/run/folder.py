@@ -46,6 +46,8 @@ RESCORED = "rescored"
 """Field of the record of the predictions: whether ``posbench rescore`` changed scores."""
 JOBS = "jobs.json"
 """What a sweep ran: it marks the folder of a sweep, as :data:`CONFIG` marks that of a run."""
+SUBMITTED = ".submitted.json"
+"""A list of the times that the run was submitted. Hidden, so no part of its results."""
 ROWS = ".jsonl"
 NUMBER_FILES = (ROWS, ".csv", ".json", ".yaml")
 """Kinds of files that numbers are read from: an added one damages a finished run too."""
@@ -593,6 +595,24 @@ def runs_in(folder: Path) -> list[Path]:
             if marked and not run.name.startswith("."):
                 runs.append(run)
     return sorted(runs)
+
+
+def find_run(name: str, outputs: Path) -> Path:
+    """Return the folder that a path or the hash of ``posbench ls runs`` names; it may be absent.
+
+    Raises:
+        UserError: Several runs have that hash.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or not outputs.is_dir() or not re.fullmatch("[0-9a-f]{4,}", name):
+        return path
+    matches = [
+        run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)
+    ]
+    if len(matches) > 1:
+        hint = f"name its folder: {', '.join(map(str, matches))}"
+        raise UserError("RUN", name, "a name that fits one run only", hint)
+    return matches[0] if matches else path
 
 
 def open_run(folder: Path) -> RunDir:

@@ -40,9 +40,6 @@ class MethodUnderTest:
     served: bool = False
     found_parameters: Mapping[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        self._built: Method | None = None
-
     @property
     def searched(self) -> MethodChoice:
         """The target, in a run with a search stage: there is one."""
@@ -52,7 +49,6 @@ class MethodUnderTest:
     def use(self, parameters: Mapping[str, Any] | None) -> None:
         """Use the parameters that a search found from now on."""
         self.found_parameters = parameters
-        self._built = None
 
     def build(self) -> Method:
         """Return the method with the parameters that the search found.
@@ -60,11 +56,7 @@ class MethodUnderTest:
         Raises:
             UserError: A parameter is missing or wrong.
         """
-        if self._built is None:
-            self._built = self.choice.build(
-                self.found_parameters, self.target, self.hint
-            )
-        return self._built
+        return self.choice.build(self.found_parameters, self.target, self.hint)
 
     def trial(self) -> Method:
         """Return the method with stand-ins for what the search will find, to check all else first.

@@ -124,7 +124,7 @@ def test_validate_checks_everything_and_runs_nothing(
 def test_cfg_prints_the_composed_config(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    result = posbench("--cfg", "job", "--resolve", "task.pairs=16")
+    result = posbench("--cfg", "job", "task.pairs=16")
     assert (
         result.status == 0 and "pairs: 16" in result.out and "name: tiny" in result.out
     )

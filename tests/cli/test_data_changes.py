@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from posbench.pipeline import execute
+from posbench.pipeline.config import Config
+from posbench.pipeline.stages import evaluate as evaluate_stage
+from posbench.run.base import Run
 from posbench.run.folder import open_run_dir
 from tests.cli.task_files import write_key_values
 from tests.conftest import Result, run_folders
@@ -118,13 +120,13 @@ def test_a_file_that_changes_during_a_run_ends_it(
     outputs: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage = execute.STAGES["evaluate"]
+    run_stage = evaluate_stage.run
 
-    def disturbed(*given: object) -> None:
-        stage(*given)  # type: ignore[arg-type]
+    def disturbed(config: Config, run: Run) -> None:
+        run_stage(config, run)
         write_key_values(data, 2)
 
-    monkeypatch.setitem(execute.STAGES, "evaluate", disturbed)  # type: ignore[arg-type]
+    monkeypatch.setattr(evaluate_stage, "run", disturbed)
     ended = evaluate("method.factor=0.5")
     assert (
         ended.status == 2

@@ -9,7 +9,7 @@ import pytest
 
 from posbench import paths
 from posbench.errors import UserError, choices
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import ComposedConfig, compose, compose_one
 from posbench.pipeline.prepare import prepare
 
 MODELS = [
@@ -22,12 +22,9 @@ WITHOUT_FILES = "files that are on this machine"
 
 def jobs_of(experiment: str, models: list[str]) -> Iterator[ComposedConfig]:
     """The first job of an experiment's grid for each model."""
-    jobs: list[ComposedConfig] = []
-    compose(
-        ["-m", f"experiment={experiment}", f"model={','.join(models)}"], jobs.append
-    )
+    jobs = compose(["-m", f"experiment={experiment}", f"model={','.join(models)}"])
     seen = set()
-    for job in jobs:
+    for job in jobs.composed:
         name = job.raw["model"]["name"]
         if name not in seen:
             seen.add(name)
@@ -85,9 +82,9 @@ def test_the_places_of_an_experiment_are_moved_into_the_items_of_a_model() -> No
     ],
 )
 def test_places_that_were_typed_are_refused(args: list[str], field: str) -> None:
-    jobs: list[ComposedConfig] = []
-    compose(["experiment=yu2025_table1_nq", "model=smollm2", *args], jobs.append)
-    faults = refusals(jobs[0])
+    faults = refusals(
+        compose_one("experiment=yu2025_table1_nq", "model=smollm2", *args)
+    )
     assert [fault.field for fault in faults] == [field]
 
 
@@ -98,11 +95,8 @@ def test_texts_of_a_study_are_as_long_as_the_window() -> None:
     assert study.tokens == 512 and any(
         "study.tokens: 1024 -> 512" in w for w in run.warnings
     )
-    typed: list[ComposedConfig] = []
-    compose(
-        ["experiment=behind_rope_fig5", "model=tiny", "study.tokens=600"], typed.append
-    )
-    (fault,) = refusals(typed[0])
+    typed = compose_one("experiment=behind_rope_fig5", "model=tiny", "study.tokens=600")
+    (fault,) = refusals(typed)
     assert (fault.field, fault.value) == ("study.tokens", 600)
 
 
@@ -110,9 +104,8 @@ def test_the_hint_of_missing_files_keeps_the_experiment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("posbench.pipeline.prepare.cached_path", lambda source: None)
-    jobs: list[ComposedConfig] = []
-    compose(["experiment=lpes_table2", "method=moice", "model=vicuna_7b"], jobs.append)
+    jobs = compose(["experiment=lpes_table2", "method=moice", "model=vicuna_7b"])
     with pytest.raises(UserError) as refused:
-        prepare(jobs[0], download=False)
+        prepare(jobs.composed[0], download=False)
     hint = "posbench fetch experiment=lpes_table2 method=moice model=vicuna_7b"
     assert {fault.hint for fault in refused.value.faults} == {hint}

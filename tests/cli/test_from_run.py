@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from posbench.cli.completion import words
 from posbench.cli.main import main
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import compose
 from posbench.pipeline.constants import RunConstants, calibration_overlap
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
@@ -88,8 +88,7 @@ def test_a_run_may_lie_in_a_folder_with_a_space(
 ) -> None:
     outputs = Path(shutil.copytree(searched[0], tmp_path / "out puts"))
     (folder,) = run_folders(outputs)
-    made: list[ComposedConfig] = []
-    compose([*small, *EVALUATE, f"method=from:{folder}"], made.append)
+    made = compose([*small, *EVALUATE, f"method=from:{folder}"]).composed
     assert made[0].raw["constants"][0]["folder"] == str(folder.resolve())
 
 
@@ -178,9 +177,9 @@ def test_a_sweep_over_runs_names_them_as_typed(
     searched: tuple[Path, str], small: list[str]
 ) -> None:
     outputs, run_hash = searched
-    jobs: list[ComposedConfig] = []
     methods = f"method=none,from:{run_hash}"
-    compose(["-m", *small, methods, f"runtime.outputs={outputs}"], jobs.append)
+    args = ["-m", *small, methods, f"runtime.outputs={outputs}"]
+    jobs = compose(args).composed
     assert [job.raw["method"]["name"] for job in jobs] == ["none", "scale_channel"]
     assert ["constants" in job.raw for job in jobs] == [False, True]
     typed = [f"method=from:{run_hash}" in job.overrides for job in jobs]

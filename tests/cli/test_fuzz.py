@@ -7,10 +7,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import pytest
@@ -23,7 +21,7 @@ import posbench.pipeline.identity as identity
 import posbench.run.base as base
 from posbench import paths
 from posbench.errors import UserError, choices
-from posbench.pipeline import compose, multirun
+from posbench.pipeline import compose
 from posbench.pipeline.arguments import GROUPS, parse_request
 from posbench.pipeline.compose import compose_one
 from tests.conftest import Result
@@ -116,17 +114,15 @@ def tried(
             patched.setattr(
                 compose, "_fill", lambda *parts: made.append(parts) or filled(*parts)
             )
-            whole(args, lambda _: None)
+            whole(args)
         return made[0]
 
     filled = compose._fill
 
-    def quick(
-        args: list[str], each: Callable[[Any], None], *_: Any
-    ) -> list[dict[str, Any]]:
+    def quick(args: list[str]) -> compose.Jobs:
         key = args[-1].partition("=")[0]
         if "." not in key:
-            return whole(args, each)
+            return whole(args)
         config, chosen, typed, _, folders, *_ = first(tuple(args[:-1]))
         request = parse_request(args, folders, False)
         text = next(o for o in request.overrides if o.lstrip("+").startswith(f"{key}="))
@@ -135,11 +131,9 @@ def tried(
         try:
             OmegaConf.update(config, key, value, merge=True, force_add=True)
         except OmegaConfBaseException:
-            return whole(args, each)
-        with TemporaryDirectory() as folder:
-            made = filled(config, chosen, [*typed, text], request, folders, 0, False)
-            each(replace(made, records=Path(folder)))
-            return multirun.read_records(Path(folder))
+            return whole(args)
+        made = filled(config, chosen, [*typed, text], request, folders, 0, False)
+        return compose.Jobs([made])
 
     def late(*_: Any) -> NoReturn:
         raise KeyboardInterrupt

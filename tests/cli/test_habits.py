@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from posbench.cli.main import verb_of
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import compose
 from tests.conftest import Result
 
 LINES = {
@@ -47,8 +47,7 @@ def test_the_line_that_was_typed_in_our_spelling(
     assert result.out == ""
     (error,) = result.err.splitlines()
     assert shlex.split(error.partition("; next: posbench ")[2]) == line.split()
-    jobs: list[ComposedConfig] = []
-    compose(line.split(), jobs.append)
+    jobs = compose(line.split()).composed
     assert len(jobs) == (2 if line.startswith("-m") else 1)
 
 

@@ -14,8 +14,7 @@ import yaml
 from posbench.cli.main import main
 from posbench.export.write import RECORD
 from posbench.files.parse import MAX_DEPTH
-from posbench.pipeline.jobs import SUBMITTED
-from posbench.run.folder import JOBS
+from posbench.run.folder import JOBS, SUBMITTED
 from tests.conftest import Result, run_folders
 from tests.messages import assert_refused, faults_of
 from tests.mutations import DEEP, replaced, single_fields, whole_files

@@ -40,7 +40,7 @@ def tables(outputs: Path) -> dict[str, bytes]:
 
 LAUNCHERS = [  # each job is a process, which takes seconds to begin
     ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-    ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=1"],
+    ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=20"],
 ]
 
 

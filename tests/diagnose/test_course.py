@@ -22,7 +22,7 @@ from posbench.diagnose.race import FIRST_ROUND
 from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
 from posbench.errors import UserError
-from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import prepare
@@ -297,9 +297,7 @@ def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> No
 
 def prepared(*args: str) -> list[Config]:
     """The checked configs of a command line."""
-    composed: list[ComposedConfig] = []
-    compose(list(args), composed.append)
-    return [prepare(each).config for each in composed]
+    return [prepare(job).config for job in compose(list(args)).composed]
 
 
 def test_a_random_model_ends_at_the_floor(

@@ -15,8 +15,8 @@ import yaml
 
 from posbench import paths
 from posbench.model.load import ModelConfig
-from posbench.pipeline.compose import ComposedConfig, compose, compose_one
-from posbench.pipeline.multirun import write_record
+from posbench.pipeline.compose import ComposedConfig, compose, compose_one, launch
+from posbench.pipeline.multirun import Record, new_record
 from posbench.run.runtime import Runtime
 from posbench.schema import default_values
 from posbench.search.channel import ChannelSearch
@@ -25,9 +25,7 @@ from tests.messages import Tokens, refused
 
 
 def _jobs(*args: str) -> list[ComposedConfig]:
-    found: list[ComposedConfig] = []
-    compose(args, found.append)
-    return found
+    return list(compose(args).composed)
 
 
 @pytest.fixture
@@ -272,8 +270,7 @@ def test_stages_need_no_brackets_in_a_sweep_either(
     typed: str, stages: list[str] | None
 ) -> None:
     assert compose_one(f"stages={typed}").raw["stages"] == stages
-    found: list[ComposedConfig] = []
-    compose(["-m", "method.factor=0,1", f"stages={typed}"], found.append)
+    found = _jobs("-m", "method.factor=0,1", f"stages={typed}")
     assert [job.raw["stages"] for job in found] == [stages, stages]
 
 
@@ -290,26 +287,15 @@ def test_lists_stand_among_the_values_of_a_sweep() -> None:
     ]
 
 
-def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) -> None:
-    made: list[ComposedConfig] = []
-
-    def each(job: ComposedConfig) -> None:
-        made.append(job)
-        write_record(
-            job.records,
-            job.number,
-            {"overrides": job.overrides, "multirun": True, "status": 0},
-        )
-
-    records = compose(["-m", "task.pairs=9", "task.seed=1,${model.nothing},3"], each)
-    assert [job.raw["task"]["seed"] for job in made] == [1, 3]
-    assert [record["status"] for record in records] == [
-        0,
-        2,
-        0,
-    ] and "task.seed" in records[1]["error"]
+def test_a_job_that_cannot_be_composed_does_not_stop_the_others() -> None:
+    jobs = compose(["-m", "task.pairs=9", "task.seed=1,${model.nothing},3"])
+    seeds = {job.number: job.raw["task"]["seed"] for job in jobs.composed}
+    assert seeds == {0: 1, 2: 3}
+    ((number, record),) = jobs.refused.items()
+    assert number == 1 and record["status"] == 2 and "task.seed" in record["error"]
     # Its overrides are spelled as those of the others.
-    assert [record["overrides"][0] for record in records] == ["task.pairs=9"] * 3
+    spelled = [job.overrides[0] for job in jobs.composed]
+    assert [*spelled, record["overrides"][0]] == ["task.pairs=9"] * 3
 
 
 def test_nothing_outlives_composing() -> None:
@@ -421,7 +407,8 @@ def test_what_names_nothing_is_refused(
     ("args", "field", "value", "allowed", "hint"),
     [
         (["--nonsense"], "flag", "--nonsense", "key=value", "posbench --help"),
-        (["--cfg", "job", "-m"], "flag", "--cfg job -m", ("-m", "--cfg job"), ()),
+        (["-m", "--info"], "flag", "--info", ("-m", "--config-dir"), ()),
+        (["--config-dir"], "--config-dir", "", "folder", "--config-dir DIR"),
         (["--config-dir", "/nowhere"], "--config-dir", "/nowhere", "folder", "path"),
     ],
 )
@@ -475,16 +462,31 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
         ],
     ],
 )
-def test_the_compose_api_gives_what_hydra_main_gives(args: list[str]) -> None:
-    """A key of Hydra's own config leads through ``hydra.main``."""
-    direct = _jobs(*args)
-    assert direct and direct == _jobs(*args, "hydra.verbose=false")
-    assert [job.number for job in direct] == list(range(len(direct)))
+def test_jobs_are_those_that_hydra_main_makes(args: list[str], tmp_path: Path) -> None:
+    """A key of Hydra's own config leaves the jobs to ``hydra.main``, which splits and composes them itself."""
+    jobs = compose(args)
+    args = [*args, f"runtime.outputs={tmp_path}", "hydra.verbose=false"]
+    left_to_hydra = compose(args)
+    assert left_to_hydra.run_by_hydra and not jobs.run_by_hydra
+    made: list[ComposedConfig] = []
+
+    def run(job: ComposedConfig) -> Record:
+        made.append(job)
+        return new_record(job.overrides, job.multirun)
+
+    records = launch(args, left_to_hydra, run)
+    assert made == left_to_hydra.composed
+    assert [record["overrides"] for record in records] == [
+        list(job.overrides) for job in made
+    ]
+    assert not [*tmp_path.iterdir()], "nothing stays of a sweep that went well"
+    for job in made:
+        job.raw["runtime"]["outputs"] = "outputs"
+    assert [job.raw for job in made] == [job.raw for job in jobs.composed]
+    assert [job.number for job in jobs.composed] == list(range(len(made)))
 
 
-def test_a_sweep_of_hydras_own_is_left_to_it(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_of_hydras_own(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own / "here").mkdir()
     monkeypatch.chdir(own / "here")
     text = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.methods import ScaleChannel, Unmodified
+from posbench.methods import choice as choice_module
 from posbench.methods.choice import MethodChoice
 from posbench.model.load import model_config
 from posbench.pipeline.compose import compose, compose_one
@@ -18,7 +21,7 @@ from posbench.pipeline.config import check_config, needs
 from posbench.schema import default_values, required_fields, resolve_target
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
-from tests.conftest import config_of
+from tests.conftest import Result, config_of
 from tests.messages import Tokens, refused
 
 NO_OUTPUTS = "runtime.outputs=nowhere"
@@ -27,14 +30,9 @@ NO_OUTPUTS = "runtime.outputs=nowhere"
 
 def _all(*args: str) -> dict[str, Any]:
     """The checked configs of a sweep, by its overrides."""
-    found = {}
-    compose(
-        args,
-        lambda made: found.__setitem__(
-            " ".join(made.overrides), check_config(made.raw, made.typed)
-        ),
-    )
-    return found
+    return {
+        " ".join(job.overrides): check_config(job) for job in compose(args).composed
+    }
 
 
 @pytest.mark.parametrize("group", ["task", "search", "runtime"])
@@ -51,13 +49,11 @@ def test_every_choice_composes_and_checks(group: str) -> None:
 def test_every_method_composes_and_checks() -> None:
     """Each one whose constants the model has; of the others, the first that is missing is named."""
     names = choices(paths.CONF / "method")
-    found = dict[str, MethodChoice]()
-    compose(
-        ["-m", f"method={','.join(names)}", "model=tiny"],
-        lambda made: found.__setitem__(
-            made.raw["method"]["name"], MethodChoice.of(made.raw["method"], ())
-        ),
-    )
+    jobs = compose(["-m", f"method={','.join(names)}", "model=tiny"])
+    found = {
+        job.raw["method"]["name"]: MethodChoice.of(job.raw["method"], ())
+        for job in jobs.composed
+    }
     assert list(found) == names
     for choice in found.values():
         missing = [
@@ -240,19 +236,44 @@ def test_the_record_holds_the_groups_that_took_part(
     )
 
 
+def test_a_method_is_made_once(
+    posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the check of the config to the rows; other parameters are another method."""
+    made: list[dict[str, Any]] = []
+    build = choice_module.build
+
+    def counted(cls: Any, values: dict[str, Any], where: str) -> Any:
+        made.append(values)
+        return build(cls, values, where)
+
+    monkeypatch.setattr(choice_module, "build", counted)
+    args = ["method.channel=3", "method.factor=0", "method.layers=[1,2]"]
+    small = ["task.limit=2", "task.positions=[0]", "stages=[evaluate]"]
+    assert posbench(*args, *small).status == 0
+    assert [values["channel"] for values in made] == [3]
+    values = {"channel": 3, "factor": None, "layers": [1, 2], "last": 1}
+    free = MethodChoice(name="free", cls=ScaleChannel, values=values)
+    half = free.build({"factor": 0.5})
+    assert half is free.build({"factor": 0.5})
+    assert half != free.build({"factor": 0.0})
+
+
 def test_text_that_no_file_can_hold_is_refused_wherever_it_stands() -> None:
-    good = compose_one("experiment=lpes_table3").raw
+    composed = compose_one("experiment=lpes_table3")
+    good = composed.raw["experiment"]
     for key, value in (
         ("source", "a\udc80b"),
         ("models", {"LLaMA-2-7B-chat": "a\udc80b"}),
     ):
-        reference = {**good["experiment"]["reference"], key: value}
+        reference = {**good["reference"], key: value}
         field = f"experiment.reference.{key}"
         if isinstance(value, dict):
             field += ".LLaMA-2-7B-chat"
         with refused(field, "a\udc80b", allowed="UTF-8"):
+            experiment = {**good, "reference": reference}
             check_config(
-                {**good, "experiment": {**good["experiment"], "reference": reference}}
+                replace(composed, raw={**composed.raw, "experiment": experiment})
             )
 
 
@@ -321,16 +342,16 @@ def test_all_mistakes_are_told_together() -> None:
 def test_a_config_that_hydra_did_not_make(
     raw: dict[str, Any], field: str, value: object, allowed: Tokens, hint: Tokens
 ) -> None:
-    good = compose_one("model=mistral7b").raw
+    good = compose_one("model=mistral7b")
     with refused(field, value, allowed=allowed, hint=hint):
-        check_config(good | raw)
+        check_config(replace(good, raw=good.raw | raw))
 
 
 def test_a_config_needs_its_checkpoint_and_the_files_of_its_task() -> None:
     found = needs(
         compose_one(
             "model=mistral7b", "task.path=/a.jsonl", "task.calibration_path=/b.jsonl"
-        ).raw
+        )
     )
     assert [source.id for source in found] == [
         "mistralai/Mistral-7B-Instruct-v0.2",

@@ -84,9 +84,8 @@ def test_a_checkpoint_is_called_by_its_folder_or_repository(
     ):
         parse_request(["model=mistral7"], [paths.CONF], False)
     # A folder of the name of a YAML is another model, and so is one that another folder shares its name with.
-    found: list[Any] = []
     every = "model=a/step 9,b/step 9,tiny,./tiny"
-    compose(["-m", every], lambda one: found.append(one.raw["model"]))
+    found = [job.raw["model"] for job in compose(["-m", every]).composed]
     names = ["step-9", "b-step-9", "tiny", f"{model_name(str(tmp_path))}-tiny"]
     assert [one["name"] for one in found] == names
     assert [one["path"] for one in found] == [

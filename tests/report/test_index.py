@@ -17,12 +17,11 @@ from posbench.cli.main import main
 from posbench.files.atomic import to_canonical
 from posbench.report.index import (
     age,
-    find_run,
     list_title,
     records,
     terminal_rows,
 )
-from posbench.run.folder import RunDir, open_run, runs_in
+from posbench.run.folder import RunDir, find_run, open_run, runs_in
 from posbench.run.lease import owning
 from posbench.schema import override_text
 from posbench.stats.findings import FINDING_COLUMNS

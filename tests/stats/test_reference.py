@@ -255,9 +255,9 @@ def test_each_run_of_a_sweep_stands_beside_its_own_row(experiment, found):
     place = "100%" if experiment == "lpes_table11" else "all"
     told = list[list[float]]()
 
-    def look(made):
+    for job in compose([f"experiment={experiment}"]).composed:
         rows = build(
-            Reference, made.raw["experiment"]["reference"], "experiment.reference"
+            Reference, job.raw["experiment"]["reference"], "experiment.reference"
         ).rows()
         own = [
             r
@@ -266,7 +266,6 @@ def test_each_run_of_a_sweep_stands_beside_its_own_row(experiment, found):
         ]
         told.append([round(r["value"], 4) for r in own if r["model"] == "vicuna_7b"])
 
-    compose([f"experiment={experiment}"], look)
     assert told == found
 
 

@@ -12,8 +12,6 @@ from posbench.report.terminal import show_run
 from posbench.run.base import Run
 from posbench.run.folder import as_json
 
-__all__ = ["is_current", "run", "show_run"]
-
 
 def run(config: Config, run: Run) -> None:
     """Render the run folder; reads files only."""

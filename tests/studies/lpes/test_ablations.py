@@ -26,12 +26,12 @@ def test_table_7_varies_points_and_curve_and_leaves_the_rest():
     found = []
     told = []
 
-    def look(each):
+    overrides = ["experiment=lpes_table7", "search.generations=2"]
+    for each in compose(overrides).composed:
         found.append(each.raw["search"])
         own = each.raw["experiment"]["reference"]
         told.append(list(own["variants"].get(own["variant"], [])))
 
-    compose(["experiment=lpes_table7", "search.generations=2"], look)
     assert told == [
         ["Brute-Force"],
         [],
@@ -49,13 +49,10 @@ def test_table_7_varies_points_and_curve_and_leaves_the_rest():
 
 
 def test_table_8_draws_other_questions_and_evaluates_on_the_same():
-    found = []
-    compose(
-        ["experiment=lpes_table8"],
-        lambda each: found.append((each.raw["search"], each.raw["task"])),
-    )
-    assert [search["calibration_seed"] for search, _ in found] == [0, 1, 2, 3, 4]
-    assert all(task == found[0][1] for _, task in found)
+    found = [job.raw for job in compose(["experiment=lpes_table8"]).composed]
+    seeds = [raw["search"]["calibration_seed"] for raw in found]
+    assert seeds == [0, 1, 2, 3, 4]
+    assert all(raw["task"] == found[0]["task"] for raw in found)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
