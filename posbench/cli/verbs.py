@@ -13,7 +13,7 @@ from pathlib import Path
 
 from posbench import paths
 from posbench.cli.options import option
-from posbench.cli.runs import split_outputs
+from posbench.cli.runs import figure_formats, split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
@@ -36,6 +36,7 @@ from posbench.pipeline.prepare import (
 from posbench.pipeline.served import describe_endpoint, estimate_served, probe_server
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
+from posbench.report.collect import collect_entries
 from posbench.report.console import make_console, make_wide_console, show_lists
 from posbench.report.experiments import trains_networks
 from posbench.report.failures import RunExamples, spread_sample
@@ -303,20 +304,25 @@ def _folder(verb: str, args: list[str]) -> Path:
 def report(args: list[str]) -> int:
     """Redraw the figures and the page of a run or a sweep; of a folder of many runs, write their gallery.
 
-    usage: posbench report DIR [--out FOLDER] [--config-dir DIR]
+    usage: posbench report DIR [--format pdf,png] [--out FOLDER] [--config-dir DIR]
 
       DIR           a run, a sweep, or a folder of many runs such as outputs
+      --format pdf,png  the figures in these formats, too, beside the SVG in the run's figures/
       --out FOLDER  where the gallery of many runs goes; DIR/gallery unless said
       --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
-    A gallery has the newest run of every experiment: its figures, also as PDF, and its tables as CSV,
-    Markdown and LaTeX.
+    A gallery has the newest run of every experiment: its figures, and its tables as CSV, Markdown and LaTeX.
 
-    example: posbench report outputs
+    example: posbench report outputs --format pdf
     """
     out, args = option(args, "--out")
+    formats, args = figure_formats(args)
     folder = _folder("report", args)
     if not is_run(folder) and runs_in(folder):
+        if formats:
+            for entry in collect_entries(folder):
+                for result in entry.results:
+                    _redraw(result.folder, formats)
         print(write_gallery(folder, Path(out).expanduser() if out else None))
         return 0
     if out is not None:
@@ -326,16 +332,29 @@ def report(args: list[str]) -> int:
             "a folder for the gallery of many runs",
             "leave it out for a single run",
         )
+    print(_redraw(folder, formats))
+    return 0
+
+
+def _redraw(folder: Path, formats: Sequence[str]) -> Path:
+    """Draw the figures and the page of a run or a sweep again; the page's path.
+
+    Args:
+        folder: The run or sweep.
+        formats: Further formats of figures.
+    """
     run = open_run(folder)
     with owning(run.path):
         # By its config: a study, too, may have a table named summary.csv.
         is_single_run = (
             open_undamaged(run.path, REDRAWN_FILES).path / CONFIG
         ).is_file()
-        page = render_run(folder) if is_single_run else sweep.render_sweep(folder)
-        print(page)
+        if is_single_run:
+            page = render_run(folder, formats)
+        else:
+            page = sweep.render_sweep(folder, formats=formats)
         run.renew(REDRAWN_FILES)
-    return 0
+    return page
 
 
 def rescore(args: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -147,13 +147,14 @@ class ComparedRun:
 
 
 def write_comparison(
-    folders: Sequence[Path], out: Path | None = None
+    folders: Sequence[Path], out: Path | None = None, formats: Iterable[str] = ()
 ) -> tuple[list[Path], list[Record], list[str]]:
     """Compare runs with the first one, in a table and a figure.
 
     Args:
         folders: The run folders.
         out: Folder of table and figure; None takes one in ``compare/`` of the outputs.
+        formats: Further formats of the figure, see :func:`posbench.plots.base.save`.
 
     Returns:
         The files, the table's rows, and notes on what the differences rest on.
@@ -187,8 +188,8 @@ def write_comparison(
     with new_folder(out) as folder:
         write_csv(folder / TABLE, pd.DataFrame(rows))
         if figure:
-            save(figure, folder / "accuracy")
-            files.append(out / "accuracy.png")
+            file = save(figure, folder / "accuracy", formats)
+            files.append(out / file.name)
     return files, rows, list(filter(None, notes))
 
 
