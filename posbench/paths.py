@@ -14,6 +14,16 @@ CONF = _ROOT / "conf"
 EXPERIMENTS = _ROOT / "experiments"
 MODELS = PACKAGE / "embedded" / "models"
 EMBEDDED = "posbench://"
+PLURALS = {
+    "model": "models",
+    "task": "tasks",
+    "method": "methods",
+    "search": "searches",
+    "runtime": "runtimes",
+    "study": "studies",
+}
+"""Plural of each group of choices, a folder of :data:`CONF`."""
+GROUPS = tuple(PLURALS)
 
 
 def model_path(path: str) -> str:

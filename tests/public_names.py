@@ -26,7 +26,7 @@ from posbench import paths
 from posbench.cli import completion, main, verbs
 from posbench.errors import MachineError, UserError, choices
 from posbench.model.load import ModelConfig
-from posbench.pipeline.arguments import GROUPS, TOP
+from posbench.pipeline.arguments import TOP
 from posbench.pipeline.config import STAGES, Experiment
 from posbench.pipeline.jobs import JobState
 from posbench.report.index import ListedState
@@ -90,7 +90,7 @@ def config_names() -> Iterator[str]:
     }
     for group, cls in plain.items():
         yield from (f"key {group}.{field.name}" for field in dataclasses.fields(cls))
-    for group in (*GROUPS, "runtime/cluster"):
+    for group in (*paths.GROUPS, "runtime/cluster"):
         for name in choices(paths.CONF / group):
             yield f"choice {group}={name}"
             text = (paths.CONF / group / f"{name}.yaml").read_text()

@@ -17,7 +17,7 @@ from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
 from posbench.model.endpoint import ServerProfile
 from posbench.model.load import ModelConfig, with_blocks
-from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
+from posbench.pipeline.arguments import TOP, USER_SOURCE
 from posbench.pipeline.constants import RunConstants, suggest_run
 from posbench.run.budget import Budget
 from posbench.run.method import MethodUnderTest
@@ -661,7 +661,7 @@ def _record(
         used.add("task")
     record = {
         group: data[group]
-        for group in (*GROUPS, "experiment")
+        for group in (*paths.GROUPS, "experiment")
         if group in used and data.get(group) is not None
     }
     if "model" in record:
