@@ -28,8 +28,6 @@ class LateModule:
 
 
 if TYPE_CHECKING:
-    from importlib import metadata
-
     import matplotlib
     import pandas as pd
     import torch
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from huggingface_hub import errors as hub_errors
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from packaging import requirements
     from pandas import DataFrame
     from torch import Tensor, nn
     from torch.nn import Module
@@ -48,10 +45,8 @@ else:
     F = LateModule("torch.nn.functional")
     hub_errors = LateModule("huggingface_hub.errors")
     matplotlib = LateModule("matplotlib")
-    metadata = LateModule("importlib.metadata")
     nn = LateModule("torch.nn")
     pd = LateModule("pandas")
-    requirements = LateModule("packaging.requirements")
     sdpa = LateModule("transformers.integrations.sdpa_attention")
     torch = LateModule("torch")
     transformers = LateModule("transformers")
@@ -78,10 +73,8 @@ __all__ = [
     "Tensor",
     "hub_errors",
     "matplotlib",
-    "metadata",
     "nn",
     "pd",
-    "requirements",
     "sdpa",
     "torch",
     "transformers",

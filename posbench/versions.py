@@ -1,27 +1,27 @@
 """Which versions are installed, and whether posbench supports them; pyproject.toml states the ranges once."""
 
-from __future__ import annotations
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
 
 from posbench.errors import UserError
-from posbench.late import metadata, requirements
 
 __version__ = "0.1.0"
 
 
-def _requirements() -> list[requirements.Requirement]:
+def _requirements() -> list[Requirement]:
     """What the package metadata requires, without extras; empty in a checkout that was never installed."""
     try:
-        lines = metadata.requires("posbench") or ()
-    except metadata.PackageNotFoundError:
+        requirements = [Requirement(line) for line in requires("posbench") or ()]
+    except PackageNotFoundError:
         return []
     no_extra = {"extra": ""}
-    required = map(requirements.Requirement, lines)
-    return [r for r in required if not r.marker or r.marker.evaluate(no_extra)]
+    return [r for r in requirements if not r.marker or r.marker.evaluate(no_extra)]
 
 
 def installed_versions() -> dict[str, str]:
     """Versions of what posbench needs, for the record of a run."""
-    return {r.name: metadata.version(r.name) for r in _requirements()}
+    return {r.name: version(r.name) for r in _requirements()}
 
 
 def check_transformers() -> None:
@@ -29,7 +29,7 @@ def check_transformers() -> None:
     for requirement in _requirements():
         if requirement.name != "transformers":
             continue
-        installed_version = metadata.version("transformers")
+        installed_version = version("transformers")
         supported = requirement.specifier
         if not supported.contains(installed_version, prereleases=True):
             allowed = f"version {supported}"
@@ -39,4 +39,4 @@ def check_transformers() -> None:
 
 def version_line() -> str:
     """The versions that a time depends on, in one line."""
-    return f"posbench {__version__}, torch {metadata.version('torch')}, transformers {metadata.version('transformers')}"
+    return f"posbench {__version__}, torch {version('torch')}, transformers {version('transformers')}"

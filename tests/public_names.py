@@ -29,7 +29,7 @@ from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import TOP
 from posbench.pipeline.config import STAGES, Experiment
 from posbench.pipeline.jobs import JobState
-from posbench.report.index import ListedState
+from posbench.report.summaries import ListedState
 from posbench.run.folder import State
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import resolve_target

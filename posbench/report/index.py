@@ -121,7 +121,7 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
             for run in runs
             if lowered in " ".join(_names(run, outputs).values()).lower()
         ]
-    values = [_names(run, outputs) | run.settings for run in runs]
+    values = [{**_names(run, outputs), **run.settings} for run in runs]
     keys = list(dict.fromkeys(name for of_run in values for name in of_run))
     if keys and key not in keys:
         list_columns = ", ".join(name for name in keys if "." not in name)
