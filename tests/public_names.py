@@ -23,7 +23,7 @@ from typing import Any, get_args
 import yaml
 
 from posbench import paths
-from posbench.cli import completion, main, verbs
+from posbench.cli import completion, ls, main
 from posbench.errors import MachineError, UserError, choices
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import TOP
@@ -69,7 +69,7 @@ def verb_names() -> Iterator[str]:
         text = main.usage(main.find_verb(verb)).partition("\n\nexample:")[0]
         for flag in re.findall(r"(?<!\S)\[?(--?[a-z][a-z-]*)", text):
             yield f"verb {verb} {flag}"
-    for verb, module in {"ls": verbs, "completion": completion}.items():
+    for verb, module in {"ls": ls, "completion": completion}.items():
         yield from (f"verb {verb} {word}" for word in module.CHOICES)
 
 
