@@ -21,6 +21,16 @@ REFERENCE_TABLES = ("reference/*.csv", "*/reference/*.csv")
 """Tables below :data:`EXPERIMENTS` with the papers' own numbers: what several papers say, and each paper's."""
 MODELS = PACKAGE / "embedded" / "models"
 EMBEDDED = "posbench://"
+PLURALS = {
+    "model": "models",
+    "task": "tasks",
+    "method": "methods",
+    "search": "searches",
+    "runtime": "runtimes",
+    "study": "studies",
+}
+"""Plural of each group of choices, a folder of :data:`CONF`."""
+GROUPS = tuple(PLURALS)
 
 if str(EXPERIMENTS) not in sys.path:
     sys.path.append(str(EXPERIMENTS))

@@ -23,13 +23,13 @@ from typing import Any, get_args
 import yaml
 
 from posbench import paths
-from posbench.cli import completion, main, verbs
+from posbench.cli import completion, ls, main
 from posbench.errors import MachineError, UserError, choices
 from posbench.model.load import ModelConfig
-from posbench.pipeline.arguments import GROUPS, TOP
+from posbench.pipeline.arguments import TOP
 from posbench.pipeline.config import STAGES, Experiment
 from posbench.pipeline.jobs import JobState
-from posbench.report.index import ListedState
+from posbench.report.summaries import ListedState
 from posbench.run.folder import State
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import resolve_target
@@ -69,7 +69,7 @@ def verb_names() -> Iterator[str]:
         text = main.usage(main.find_verb(verb)).partition("\n\nexample:")[0]
         for flag in re.findall(r"(?<!\S)\[?(--?[a-z][a-z-]*)", text):
             yield f"verb {verb} {flag}"
-    for verb, module in {"ls": verbs, "completion": completion}.items():
+    for verb, module in {"ls": ls, "completion": completion}.items():
         yield from (f"verb {verb} {word}" for word in module.CHOICES)
 
 
@@ -90,7 +90,7 @@ def config_names() -> Iterator[str]:
     }
     for group, cls in plain.items():
         yield from (f"key {group}.{field.name}" for field in dataclasses.fields(cls))
-    for group in (*GROUPS, "runtime/cluster"):
+    for group in (*paths.GROUPS, "runtime/cluster"):
         for name in choices(*paths.group_folders(group)):
             yield f"choice {group}={name}"
             text = paths.find_choice(group, name).read_text()

@@ -43,6 +43,7 @@ import yaml
 from PIL import Image
 
 from posbench import paths
+from posbench.cli.verbs import report
 from posbench.errors import UserError, complain
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
@@ -193,10 +194,18 @@ def _write_images(folder: Path, images: Mapping[str, Path], text: str) -> None:
     """Write figures to a folder under their names there, and remove the images that its page does not show."""
     folder.mkdir(exist_ok=True)
     for name, figure in images.items():
-        write_bytes(folder / name, shrink_png(figure))
+        write_bytes(folder / name, shrink_png(_as_png(figure)))
     for file in folder.glob("*.png"):
         if f"({folder.name}/{file.name})" not in text:
             file.unlink()
+
+
+def _as_png(figure: Path) -> Path:
+    """The PNG of a run's figure, drawn where the run has none yet."""
+    png = figure.with_suffix(".png")
+    if not png.is_file():
+        report([str(figure.parents[1]), "--format", "png"])
+    return png
 
 
 def between_marks(file: Path, name: str, page: str) -> str:

@@ -39,7 +39,6 @@ _posbench() {
 compdef _posbench posbench""",
     "fish": """complete -c posbench -a '(posbench completion words (commandline -cp) 2>/dev/null)'""",
 }
-GROUPS = ("model", "task", "method", "search", "study", "runtime")
 VERBS_WITH_RUNS = (
     "report",
     "rescore",
@@ -52,7 +51,7 @@ VERBS_WITH_RUNS = (
     "collect",
 )
 """Verbs whose arguments are runs, by folder or hash."""
-VERBS_WITH_CHOICES = {"ls": "verbs", "completion": "completion"}
+VERBS_WITH_CHOICES = {"ls": "ls", "completion": "completion"}
 """Verbs whose first argument is one of the ``CHOICES`` of their module."""
 
 
@@ -101,7 +100,7 @@ def words(line: str) -> list[str]:
             candidates = [f"method=from:{name}" for name in _run_hashes(typed)]
     elif verb in ("", "fetch", "validate", "figures", "submit"):
         candidates = [
-            f"{name}=" for name in (*GROUPS, "experiment", "stages", "budget")
+            f"{name}=" for name in (*paths.GROUPS, "experiment", "stages", "budget")
         ]
         if not typed:
             candidates += [name for name in main.VERBS if " " not in name]

@@ -96,7 +96,7 @@ memory, a dead server); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 
 VERBS = {
     "diagnose": "diagnose",
-    "ls": "verbs",
+    "ls": "ls",
     "fetch": "verbs",
     "validate": "verbs",
     "report": "verbs",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posbench.cli.options import option
-from posbench.errors import UserError
+from posbench.errors import UserError, near
+from posbench.plots.base import FORMATS
 from posbench.report import index
 from posbench.report.compare import terminal_rows, write_comparison
 from posbench.report.console import Record, show_lists
@@ -18,6 +19,27 @@ def split_outputs(args: Sequence[str]) -> tuple[Path, list[str]]:
     """The folder that ``--outputs`` names, and the remaining arguments."""
     folder, remaining = option(args, "--outputs")
     return Path(folder or "outputs").expanduser(), remaining
+
+
+def figure_formats(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split ``--format NAME,NAME`` from arguments: formats in which figures are wanted, too.
+
+    Args:
+        args: Arguments of a verb.
+
+    Returns:
+        The formats, none where the option is absent, and the remaining arguments.
+
+    Raises:
+        UserError: posbench draws no such format.
+    """
+    value, remaining = option(args, "--format")
+    formats = value.split(",") if value is not None else []
+    for name in formats:
+        if name not in FORMATS:
+            hint = near(name, FORMATS, "--format pdf")
+            raise UserError("--format", name, ", ".join(FORMATS), hint)
+    return formats, remaining
 
 
 def ls_runs(args: list[str]) -> int:
@@ -62,23 +84,26 @@ def _check_flags(args: Sequence[str], allowed: str, verb: str) -> None:
 def compare(args: list[str]) -> int:
     """Put runs side by side: a table, and a figure of their scores over the gold position.
 
-    usage: posbench compare RUN RUN... [--out FOLDER] [--outputs DIR] [--json] [--config-dir DIR]
+    usage: posbench compare RUN RUN... [--out FOLDER] [--format pdf,png] [--outputs DIR] [--json] [--config-dir DIR]
 
     A run is its folder, or the hash that ``posbench ls runs`` prints. Differences are those from the first
     run, paired by prompt where one run asked all that the other did, with 95 % intervals over questions;
     unpaired ones are said to be. FOLDER, or ``compare/`` in the outputs, gets ``comparison.csv`` and the
-    figure. A pipe gets TSV with all numbers. Runs with classes of your own find these in the folder that they
-    record, or in that of --config-dir.
+    figure, which --format draws in further formats. A pipe gets TSV with all numbers. Runs with classes of your
+    own find these in the folder that they record, or in that of --config-dir.
 
     example: posbench compare 51cc60e3 d172d1d1
     """
     outputs, remaining = split_outputs(args)
     out, remaining = option(remaining, "--out")
+    formats, remaining = figure_formats(remaining)
     names = [arg for arg in remaining if arg != "--json"]
-    _check_flags(names, "--out FOLDER, --outputs DIR, --json", "compare")
+    _check_flags(
+        names, "--out FOLDER, --format pdf,png, --outputs DIR, --json", "compare"
+    )
     folders = [find_run(name, outputs) for name in names]
     destination = Path(out).expanduser() if out else None
-    files, lines, messages = write_comparison(folders, destination)
+    files, lines, messages = write_comparison(folders, destination, formats)
     title = "differences are from the first run; in % and points, [95 % interval]"
     show_lists({title: lines}, "--json" in remaining, terminal_rows)
     for message in messages:

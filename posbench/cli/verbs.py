@@ -1,8 +1,7 @@
-"""``posbench ls``, ``fetch``, ``validate``, ``report``, ``rescore``, ``audit`` and ``show``."""
+"""``posbench fetch``, ``validate``, ``report``, ``rescore``, ``audit`` and ``show``."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shlex
@@ -15,15 +14,12 @@ from posbench import paths
 from posbench.backends.base import text_encoder
 from posbench.backends.served import Endpoint
 from posbench.cli.options import option
-from posbench.cli.runs import split_outputs
+from posbench.cli.runs import figure_formats, split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
-from posbench.files.parse import CORRECT_FILE, Object, read_yaml
-from posbench.model.families import FAMILIES
 from posbench.model.load import load_without_weights, read_checkpoint
 from posbench.pipeline import audit as auditing
 from posbench.pipeline import estimate
-from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import ComposedConfig, Jobs, compose
 from posbench.pipeline.config import Config, check_config, needs
 from posbench.pipeline.execute import recorded_config, set_threads
@@ -37,8 +33,8 @@ from posbench.pipeline.prepare import (
 from posbench.pipeline.served import describe_endpoint, estimate_served, probe_server
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
-from posbench.report.console import make_console, make_wide_console, show_lists
-from posbench.report.experiments import trains_networks
+from posbench.report.collect import collect_entries
+from posbench.report.console import make_console, make_wide_console
 from posbench.report.failures import RunExamples, spread_sample
 from posbench.report.folder import sweep_runs
 from posbench.report.gallery import write_gallery
@@ -59,90 +55,8 @@ from posbench.run.folder import (
 from posbench.run.lease import owning
 from posbench.run.own_code import make_importable
 from posbench.run.runtime import Runtime
-from posbench.schema import MAX_COUNT, build, resolve_target
-from posbench.tasks import Task
+from posbench.schema import MAX_COUNT, build
 from posbench.tasks.base import read_recorded_task
-
-TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
-KINDS = {plural: group for group, plural in PLURALS.items()}
-CHOICES = *KINDS, "experiments", "families"
-
-
-def ls(args: list[str]) -> int:
-    """List what there is to choose from, with a line on each.
-
-    usage: posbench ls [KIND] [--json] [--config-dir DIR]
-
-      KIND              models, methods, tasks, searches, studies, runtimes, experiments or families;
-                        all of them unless said; `posbench ls runs --help` says how runs are found
-      --json            as JSON
-      --config-dir DIR  your own YAML files, too
-
-    A terminal gets a table, a pipe tab-separated columns below a header.
-
-    example: posbench ls experiments | cut -f 1
-    """
-    config_dir, args = option(args, "--config-dir")
-    names = [arg for arg in args if arg != "--json"]
-    if len(names) > 1 or (names and names[0] not in CHOICES):
-        typed = " ".join(names)
-        allowed = [*CHOICES, "runs"]
-        hint = near(typed, allowed, "posbench ls models")
-        raise UserError("ls", typed, ", ".join(allowed), hint)
-    records = {kind: _records(kind, config_dir) for kind in names or CHOICES}
-    show_lists(records, as_json="--json" in args)
-    return 0
-
-
-def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
-    """The choices of a kind, by column."""
-    if kind == "families":
-        return [
-            {
-                "name": family.name,
-                "model_type": ", ".join(family.model_types),
-                "positions": family.position,
-            }
-            for family in FAMILIES
-        ]
-    group = KINDS.get(kind, "experiment")
-    folders = paths.config_folders(config_dir)
-    records: list[dict[str, object]] = []
-    for name in choices(*paths.group_folders(group, folders)):
-        file = paths.find_choice(group, name, folders)
-        if file:
-            records.append({"name": name, **_facts(kind, file)})
-    return records
-
-
-def _facts(kind: str, file: Path) -> dict[str, object]:
-    """What `posbench ls` shows of a choice, by column, from its file."""
-    data = read_yaml(file, Object | None, hint=CORRECT_FILE) or {}
-    if kind == "tasks":
-        cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
-        return {column: getattr(cls, column) for column in TASK_COLUMNS}
-    if kind != "experiments":
-        return {"what": _first_sentence(file.read_text()) or data.get("path")}
-    experiment = data.get("experiment") or {}
-    needs = ""
-    if trains_networks(data):
-        needs = "training"
-    elif experiment.get("needs_weights"):
-        needs = "weights"
-    return {
-        "what": experiment.get("title"),
-        "minutes": experiment.get("minutes"),
-        "needs": needs,
-    }
-
-
-def _first_sentence(text: str) -> str:
-    """The first sentence of a YAML's first comment."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    comment = " ".join(line.lstrip("# ") for line in lines)
-    # The stop of "et al." ends no sentence.
-    comment = comment.replace("et al. ", "et al.\0")
-    return comment.split(". ")[0].replace("\0", " ").rstrip(".")
 
 
 def fetch(args: list[str]) -> int:
@@ -262,7 +176,7 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
 def _all_choices() -> list[list[str]]:
     """Overrides for every choice of every group and every experiment."""
     commands = []
-    for group in GROUPS:
+    for group in paths.GROUPS:
         for name in choices(*paths.group_folders(group)):
             if (group, name) != ("task", "own_data"):  # which needs a file
                 choice = f"{group}={name}"
@@ -297,20 +211,25 @@ def _folder(verb: str, args: list[str]) -> Path:
 def report(args: list[str]) -> int:
     """Redraw the figures and the page of a run or a sweep; of a folder of many runs, write their gallery.
 
-    usage: posbench report DIR [--out FOLDER] [--config-dir DIR]
+    usage: posbench report DIR [--format pdf,png] [--out FOLDER] [--config-dir DIR]
 
       DIR           a run, a sweep, or a folder of many runs such as outputs
+      --format pdf,png  the figures in these formats, too, beside the SVG in the run's figures/
       --out FOLDER  where the gallery of many runs goes; DIR/gallery unless said
       --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
-    A gallery has the newest run of every experiment: its figures, also as PDF, and its tables as CSV,
-    Markdown and LaTeX.
+    A gallery has the newest run of every experiment: its figures, and its tables as CSV, Markdown and LaTeX.
 
-    example: posbench report outputs
+    example: posbench report outputs --format pdf
     """
     out, args = option(args, "--out")
+    formats, args = figure_formats(args)
     folder = _folder("report", args)
     if not is_run(folder) and runs_in(folder):
+        if formats:
+            for entry in collect_entries(folder):
+                for result in entry.results:
+                    _redraw(result.folder, formats)
         print(write_gallery(folder, Path(out).expanduser() if out else None))
         return 0
     if out is not None:
@@ -320,16 +239,29 @@ def report(args: list[str]) -> int:
             "a folder for the gallery of many runs",
             "leave it out for a single run",
         )
+    print(_redraw(folder, formats))
+    return 0
+
+
+def _redraw(folder: Path, formats: Sequence[str]) -> Path:
+    """Draw the figures and the page of a run or a sweep again; the page's path.
+
+    Args:
+        folder: The run or sweep.
+        formats: Further formats of figures.
+    """
     run = open_run(folder)
     with owning(run.path):
         # By its config: a study, too, may have a table named summary.csv.
         is_single_run = (
             open_undamaged(run.path, REDRAWN_FILES).path / CONFIG
         ).is_file()
-        page = render_run(folder) if is_single_run else sweep.render_sweep(folder)
-        print(page)
+        if is_single_run:
+            page = render_run(folder, formats)
+        else:
+            page = sweep.render_sweep(folder, formats=formats)
         run.renew(REDRAWN_FILES)
-    return 0
+    return page
 
 
 def rescore(args: list[str]) -> int:

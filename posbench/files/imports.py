@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
 from posbench import paths
+from posbench.files.atomic import write_text
+from posbench.files.checksums import cache_folder
 
 DRAWS = "plot.styled"
 """The decorator of functions that draw: they stand beside what they draw, and move no number."""
+CODE_CACHE = "code.json"
+"""File of posbench's cache: a checksum of its second line, and what was read of Python files."""
+MAX_KEPT_FILES = 1000
+"""Files of which the cache keeps what was read: those of several versions of posbench."""
 LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 """Folders of installed libraries, whose versions are recorded."""
 
@@ -138,20 +147,70 @@ def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
 
 def read_code(file: Path) -> SourceCode:
     """Read what a file computes with; what is no Python of this version is taken as it is."""
-    return _reduced(file.read_bytes(), file.suffix == ".py")
-
-
-@cache
-def _reduced(content: bytes, is_python: bool) -> SourceCode:
-    tree = _parsed(content) if is_python else None
-    if tree is None:
+    content = file.read_bytes()
+    if file.suffix != ".py":
         return SourceCode(content)
+    key = hashlib.sha256(_reduction() + content).hexdigest()
+    entry = _code_cache().pop(key, None) or _reduced(content)
+    if entry is None:
+        return SourceCode(content)
+    _code_cache()[key] = entry  # the last ones were used last
+    text, imports = entry
+    return SourceCode(text.encode(), tuple(imports))
+
+
+def _reduced(content: bytes) -> tuple[str, list[str]] | None:
+    """Text and imports of :class:`SourceCode`; None where the content is no Python of this version."""
+    tree = _parsed(content)
+    if tree is None:
+        return None
     imports = sorted(set(_imported_names(tree, package="")))
     for node in [tree, *_statements(tree)]:
         body = getattr(node, "body", None)
         if body:
             node.body = [part for part in body if not (_is_text(part) or _draws(part))]  # type: ignore[attr-defined]
-    return SourceCode(ast.unparse(tree).encode(), tuple(imports))
+    return ast.unparse(tree), imports
+
+
+@cache
+def _reduction() -> bytes:
+    """What decides, beside its content, what is read of a file: this module and the version of Python."""
+    return Path(__file__).read_bytes() + sys.version.encode()
+
+
+@cache
+def _code_cache() -> dict[str, tuple[str, list[str]]]:
+    """What :func:`_reduced` returned, by a hash of the content; of earlier processes what :func:`keep_code` kept."""
+    folder = cache_folder()
+    if folder is None:
+        return {}
+    with suppress(OSError, ValueError):
+        checksum, _, text = (folder / CODE_CACHE).read_text("utf-8").partition("\n")
+        if checksum == hashlib.sha256(text.encode()).hexdigest():
+            kept: dict[str, tuple[str, list[str]]] = json.loads(text)
+            _kept_keys().update(kept)
+            return kept
+    return {}
+
+
+@cache
+def _kept_keys() -> set[str]:
+    """Keys of :func:`_code_cache` that its file holds."""
+    return set()
+
+
+def keep_code() -> None:
+    """Keep what was read of files for the next process, which parses only what changed since."""
+    folder = cache_folder()
+    entries = _code_cache()
+    if folder is None or entries.keys() <= _kept_keys():
+        return
+    text = json.dumps(dict(list(entries.items())[-MAX_KEPT_FILES:]))
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / CODE_CACHE, f"{checksum}\n{text}")
+    _kept_keys().update(entries)
 
 
 def _parsed(content: bytes) -> ast.Module | None:

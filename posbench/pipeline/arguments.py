@@ -29,20 +29,11 @@ from posbench.pipeline.constants import FROM_RUN, read_constants
 from posbench.run.runtime import Runtime
 from posbench.schema import override_text
 
-GROUPS = ("model", "task", "method", "search", "runtime", "study")
-PLURALS = {
-    "model": "models",
-    "task": "tasks",
-    "method": "methods",
-    "search": "searches",
-    "runtime": "runtimes",
-    "study": "studies",
-}
 CLUSTER = "runtime/cluster"
 """A group inside a group."""
 GROUP_OF_KEY = {"search.side_task": "task"}
 """Keys inside a group that are choices of another."""
-TOP = (*GROUPS, "stages", "experiment", "budget")
+TOP = (*paths.GROUPS, "stages", "experiment", "budget")
 USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
 ENDPOINT = "endpoint"
@@ -203,7 +194,7 @@ def parse_request(
     if multirun or sweep:
         rewritten = _merge_mappings(rewritten)
     set_by_experiment = frozenset(
-        key for group in GROUPS for key in leaf_keys(experiment.get(group), group)
+        key for group in paths.GROUPS for key in leaf_keys(experiment.get(group), group)
     )
     return Request(
         config=config,
@@ -401,7 +392,7 @@ def _check(
         allowed = "one value; a list as [a,b]"
         raise UserError(key, value, allowed, "sweep with -m (--multirun)")
     group = GROUP_OF_KEY.get(key, key)
-    chooses = group in (*GROUPS, CLUSTER) and not override.is_delete()
+    chooses = group in (*paths.GROUPS, CLUSTER) and not override.is_delete()
     if not chooses or (group != key and override.value() is None):
         return
     known_names = choices(*paths.group_folders(group, folders))
@@ -444,7 +435,7 @@ def _check_choice(
             allowed += f", or {FROM_RUN}RUN"
         hint = "leave it out"
         if not is_empty:
-            listing = f"posbench ls {PLURALS.get(group, 'runtimes')}"
+            listing = f"posbench ls {paths.PLURALS.get(group, 'runtimes')}"
             hint = near(part, known_names, listing)
         raise UserError(key, name, allowed, hint)
 
@@ -487,7 +478,7 @@ def _rewrite(
 
         return f"method={re.sub(METHOD_LIST, store, value)}"
     bare_key = key.lstrip("+~")
-    is_inside_group = "." in bare_key and bare_key.split(".")[0] in GROUPS
+    is_inside_group = "." in bare_key and bare_key.split(".")[0] in paths.GROUPS
     if is_inside_group and not key.startswith("~"):
         return f"++{bare_key}={value}"
     return line

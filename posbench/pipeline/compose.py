@@ -28,7 +28,6 @@ from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import (
     ENDPOINT,
-    GROUPS,
     HUB_MODEL,
     RUN_CONSTANTS,
     Request,
@@ -342,7 +341,7 @@ def _fill(
     typed = tuple(_key_of(override) for override in overrides)
     raw: Any = OmegaConf.to_container(config, resolve=False)
     raw.pop("hydra", None)
-    groups = [group for group in GROUPS if isinstance(raw.get(group), dict)]
+    groups = [group for group in paths.GROUPS if isinstance(raw.get(group), dict)]
     blocks = {}
     if "model" in groups:
         blocks = _read_blocks(raw["model"], folders, typed)

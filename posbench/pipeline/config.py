@@ -17,7 +17,7 @@ from posbench.files.sources import Source
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
-from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
+from posbench.pipeline.arguments import TOP, USER_SOURCE
 from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.constants import RunConstants, suggest_run
 from posbench.run.budget import Budget
@@ -664,7 +664,7 @@ def _record(
         used.add("task")
     record = {
         group: data[group]
-        for group in (*GROUPS, "experiment")
+        for group in (*paths.GROUPS, "experiment")
         if group in used and data.get(group) is not None
     }
     if "model" in record:

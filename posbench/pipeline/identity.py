@@ -20,7 +20,7 @@ from posbench.files import sources
 from posbench.files.atomic import short_hash
 from posbench.files.digests import Content, content_keys, hash_paths, read_contents
 from posbench.files.hardware import describe_hardware
-from posbench.files.imports import SourceCode, read_code, user_files
+from posbench.files.imports import SourceCode, keep_code, read_code, user_files
 from posbench.files.secrets import without_named_secrets
 from posbench.late import torch
 from posbench.model.load import torch_device
@@ -280,6 +280,7 @@ def source_digest(classes: Iterable[type] = ()) -> str:
     roots |= {name for code in own_code.values() for name in code.imports}
     texts = [(file.name, code.text) for file, code in own_code.items()]
     texts += _package_code(name for name in roots if _is_ours(name))
+    keep_code()
     total = hashlib.sha256()
     for name, text in sorted(texts):
         total.update(name.encode() + text)

@@ -80,7 +80,19 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "pdf.fonttype": 42,
+    "svg.fonttype": "path",  # letters look the same without our font
+    "svg.hashsalt": "posbench",  # ids of parts: the same figure has the same
 }
+FORMATS = ("svg", "png", "pdf")
+"""Formats of a figure's file; the first is the one that pages show."""
+VOLATILE_METADATA = {
+    "svg": ("Creator", "Date"),
+    "png": ("Software",),
+    "pdf": ("CreationDate",),
+}
+"""What matplotlib writes into a file of each format that changes with its version or the day."""
+DOTS_PER_INCH = 200
+"""Of a PNG, and of pictures inside the other formats."""
 MARKERS = "os^vPp*h"
 ITEM_LABEL = "item (0 is the first)"
 TOKEN_LABEL = "token\n(0 is the first)"
@@ -408,23 +420,32 @@ def sign(figure: Figure, models: Sequence[str]) -> None:
     size = STYLE["axes.titlesize"] if title else 6
     text = f"{title} | {signature}" if title else signature
     artist = figure.suptitle(text, x=0.99, ha="right", fontsize=size, color="0.35")
-    # The files have twice the dots per inch, at which letters are up to a twentieth wider.
+    # In the files, which have other dots per inch, letters are up to a twentieth wider.
     if artist.get_window_extent().width > 0.93 * figure.bbox.width:
         artist.set_text(text.replace(" | ", "\n"))
 
 
 @styled
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.png (200 dpi) and `stem`.pdf, and return their paths.
+def save(figure: Figure, stem: Path, formats: Iterable[str] = ()) -> Path:
+    """Write a figure as `stem`.svg, and in further formats.
 
     The same figure gives the same bytes: the files carry no version and no date.
+
+    Args:
+        figure: The figure.
+        stem: Path of the files without their suffix.
+        formats: Further formats, of :data:`FORMATS`. Those in which the figure has a file already are written, too:
+            no file is left of what the figure was before.
+
+    Returns:
+        The path of the SVG.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
-    files = []
-    for suffix, volatile_key in (("png", "Software"), ("pdf", "CreationDate")):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix, dpi=200, metadata={volatile_key: None})
-        file = stem.with_name(f"{stem.name}.{suffix}")
-        write_bytes(file, buffer.getvalue())
-        files.append(file)
-    return files
+    files = {name: stem.with_name(f"{stem.name}.{name}") for name in FORMATS}
+    for name, file in files.items():
+        if name == FORMATS[0] or name in formats or file.is_file():
+            buffer = io.BytesIO()
+            metadata = dict.fromkeys(VOLATILE_METADATA[name])
+            figure.savefig(buffer, format=name, dpi=DOTS_PER_INCH, metadata=metadata)
+            write_bytes(file, buffer.getvalue())
+    return files[FORMATS[0]]

@@ -48,7 +48,7 @@ class Result:
     def figures(self) -> dict[str, str]:
         """Caption of each figure by its file name without suffix, in page order."""
         captions = read_json(self.folder / "figures" / CAPTIONS) or {}
-        names = sorted(file.stem for file in (self.folder / "figures").glob("*.png"))
+        names = sorted(file.stem for file in (self.folder / "figures").glob("*.svg"))
         order = [*captions, *names]
         return {
             name: str(captions.get(name, "")) for name in sorted(names, key=order.index)
@@ -114,7 +114,7 @@ class Panel(NamedTuple):
     @property
     def file(self) -> Path:
         """The picture."""
-        return self.result.folder / "figures" / f"{self.figure}.png"
+        return self.result.folder / "figures" / f"{self.figure}.svg"
 
 
 class Scores(NamedTuple):
@@ -403,7 +403,7 @@ def _entry(
         notes += _failed_jobs(jobs)
         runs = [run for run in sweeps[sweep] if (run / CONFIG).is_file()]
         inspection.check_configs(runs)
-        has_page = any((sweep / "figures").glob("*.png"))
+        has_page = any((sweep / "figures").glob("*.svg"))
         chosen = [sweep] if has_page else inspection.intact(runs)
     else:
         runs = [folder for folder in folders if folder not in sweeps]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,8 @@ from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
 from posbench.report.folder import need_destination, read_csv
-from posbench.report.index import (
-    RunSummary,
-    cut_text,
-    differing_settings,
-    estimate_cell,
-)
+from posbench.report.index import cut_text, differing_settings, estimate_cell
+from posbench.report.summaries import RunSummary, read_config_as_run, read_summaries
 from posbench.report.tables import (
     has_missing_note,
     missing_notes,
@@ -66,7 +62,8 @@ class ComparedRun:
 
     Attributes:
         run: The run folder.
-        summary: Its state and config.
+        summary: Its names and settings.
+        config: Its config, with what a search found.
         metrics: Rows of metrics.csv of its method, or of the unmodified model where
             that ran alone.
         unmodified: Rows of metrics.csv of the unmodified model.
@@ -75,6 +72,7 @@ class ComparedRun:
 
     run: RunDir
     summary: RunSummary
+    config: Mapping[str, Any]
     metrics: DataFrame
     unmodified: DataFrame
     label: str = ""
@@ -95,7 +93,9 @@ class ComparedRun:
         is_unmodified = metrics["method"] == UNMODIFIED
         unmodified = metrics[is_unmodified]
         own_metrics = unmodified if is_unmodified.all() else metrics[~is_unmodified]
-        return cls(run, RunSummary.read(run.path), own_metrics, unmodified)
+        (summary,) = read_summaries([run.path])
+        config = read_config_as_run(run)
+        return cls(run, summary, config, own_metrics, unmodified)
 
     @property
     def model(self) -> str:
@@ -110,7 +110,7 @@ class ComparedRun:
     @property
     def decoding(self) -> dict[str, str]:
         """What moves a greedy reply, by name; of a served run also what the server may add."""
-        task = self.summary.config.get("task") or {}
+        task = self.config.get("task") or {}
         settings = {
             f"task.{name}": override_text(to_canonical(task[name]))
             for name in DECODING_KEYS
@@ -118,7 +118,7 @@ class ComparedRun:
         }
         settings["temperature"] = "0"
         open_penalties: Sequence[str] = ()
-        if not is_in_process(self.summary.config.get("model")):
+        if not is_in_process(self.config.get("model")):
             recorded = self.run.facts(PROVENANCE).get("decoding")
             # Before they were sent, every penalty was the server's.
             open_penalties = recorded["open_penalties"] if recorded else PENALTY_NAMES
@@ -147,13 +147,14 @@ class ComparedRun:
 
 
 def write_comparison(
-    folders: Sequence[Path], out: Path | None = None
+    folders: Sequence[Path], out: Path | None = None, formats: Iterable[str] = ()
 ) -> tuple[list[Path], list[Record], list[str]]:
     """Compare runs with the first one, in a table and a figure.
 
     Args:
         folders: The run folders.
         out: Folder of table and figure; None takes one in ``compare/`` of the outputs.
+        formats: Further formats of the figure, see :func:`posbench.plots.base.save`.
 
     Returns:
         The files, the table's rows, and notes on what the differences rest on.
@@ -187,8 +188,8 @@ def write_comparison(
     with new_folder(out) as folder:
         write_csv(folder / TABLE, pd.DataFrame(rows))
         if figure:
-            save(figure, folder / "accuracy")
-            files.append(out / "accuracy.png")
+            file = save(figure, folder / "accuracy", formats)
+            files.append(out / file.name)
     return files, rows, list(filter(None, notes))
 
 

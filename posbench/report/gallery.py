@@ -1,4 +1,4 @@
-"""Many runs as one folder to show: a page with every figure, the papers' tables, figures as PDF."""
+"""Many runs as one folder to show: a page with every figure, and the papers' tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
+from posbench.plots.base import FORMATS
 from posbench.report.collect import Entry, Panel, collect_entries
 from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_destination
@@ -23,7 +24,6 @@ GROUPS = PAPERS | {"": "Other runs"}
 PAGE = "index.html"
 GENERATOR = '<meta name="generator" content="posbench gallery">'
 """Marks a gallery: no other folder is replaced."""
-PNG_HEADER_BYTES = 24
 
 
 def write_gallery(folder: Path, out: Path | None = None) -> Path:
@@ -148,17 +148,17 @@ def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
 
 
 def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
-    """Copy one figure as PNG and PDF; its files, size in pixels, caption and label."""
-    png = panel.file
-    pdf = png.with_suffix(".pdf")
+    """Copy one figure in all formats that there are; its files, size in pixels, caption and label."""
     label = panel.result.label
     stem = f"{label}-{panel.figure}"
-    with open(png, "rb") as stream:
-        header = stream.read(PNG_HEADER_BYTES)
+    copies = {
+        name: _copy_file(panel.file.with_suffix(f".{name}"), root, entry, stem)
+        for name in FORMATS
+    }
     return {
-        "png": _copy_file(png, root, entry, stem),
-        "pdf": _copy_file(pdf, root, entry, stem),
-        **figure_size(header),
+        "file": copies.pop(FORMATS[0]),
+        "further": [(name.upper(), file) for name, file in copies.items() if file],
+        **figure_size(panel.file.read_text(encoding="utf-8")),
         "caption": panel.caption,
         "label": label if len(entry.results) > 1 else "",
     }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,21 @@ TIME_PHRASES = {
     "speedup": "is {} times as fast as",
 }
 """How a column of measured times reads in a sentence."""
-PAGE_PIXELS_PER_PIXEL = 0.66
+PIXELS_PER_POINT = 132 / 72
 """Scale of figures on a page: all letters have one size, and the widest fills the page."""
+SIZE = re.compile(r'(width|height)="([\d.]+)pt"')
+"""A size in points at the start of an SVG."""
 INTERVAL = re.compile(r"\[-?[\d.]+(e[+-]\d+)?, -?[\d.]+(e[+-]\d+)?\]")
 LONG_WORD = re.compile(r"\S{20,}")
 """A word that may be broken after its signs."""
 
 
-def render_run(folder: Path) -> Path:
+def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
     """Draw every figure that a run folder's files allow, and write report.html.
+
+    Args:
+        folder: The run.
+        formats: Further formats of figures, see :func:`posbench.plots.base.save`.
 
     Returns:
         The path of report.html.
@@ -102,6 +107,7 @@ def render_run(folder: Path) -> Path:
         provenance=_describe_end(status) | provenance,
         status=status,
         failures=wrong_answers,
+        formats=formats,
     )
 
 
@@ -307,12 +313,12 @@ def attention_section(attention: pd.DataFrame) -> Section:
     return Section("Attention", figures=figures)
 
 
-def figure_size(png: bytes) -> dict[str, int]:
-    """Width and height of a figure on a page, from the first 24 bytes of its PNG."""
-    width, height = struct.unpack(">II", png[16:24])
+def figure_size(svg: str) -> dict[str, int]:
+    """Width and height of a figure on a page, from the text of its SVG."""
+    start = svg[svg.index("<svg ") :].partition(">")[0]
+    sizes = dict(SIZE.findall(start))
     return {
-        "width": round(PAGE_PIXELS_PER_PIXEL * width),
-        "height": round(PAGE_PIXELS_PER_PIXEL * height),
+        name: round(PIXELS_PER_POINT * float(points)) for name, points in sizes.items()
     }
 
 
@@ -339,6 +345,7 @@ def write_page(
     provenance: Mapping[str, Any] | None = None,
     status: Mapping[str, Any] | None = None,
     failures: Mapping[str, Any] | None = None,
+    formats: Iterable[str] = (),
 ) -> Path:
     """Save all figures under ``figures/`` with their captions, and write report.html.
 
@@ -353,6 +360,7 @@ def write_page(
         provenance: Content of provenance.json, with what the run cost.
         status: Content of status.json.
         failures: See :func:`posbench.report.failures.wrong_answers`.
+        formats: Further formats of figures, see :func:`posbench.plots.base.save`.
 
     Returns:
         The path of report.html.
@@ -363,11 +371,13 @@ def write_page(
         figures = []
         for name, (figure, caption) in section.figures.items():
             sign(figure, models)
-            png, _ = save(figure, folder / "figures" / re.sub(r"\W", "-", name))
-            captions[png.stem] = caption
-            data = png.read_bytes()
-            source = "data:image/png;base64," + base64.b64encode(data).decode()
-            figures.append({"source": source, "caption": caption, **figure_size(data)})
+            stem = folder / "figures" / re.sub(r"\W", "-", name)
+            file = save(figure, stem, formats)
+            captions[file.stem] = caption
+            svg = file.read_text(encoding="utf-8")
+            encoded = base64.b64encode(svg.encode()).decode()
+            source = f"data:image/svg+xml;base64,{encoded}"
+            figures.append({"source": source, "caption": caption, **figure_size(svg)})
         parts.append({**vars(section), "figures": figures})
     if captions:
         write_json(folder / "figures" / CAPTIONS, captions)

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,12 +270,13 @@ def summarise_again(folder: Path, console: Console) -> None:
     summarise(jobs, console, folder, command=RunDir(folder).command)
 
 
-def render_sweep(folder: Path, command: str = "") -> Path:
+def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -> Path:
     """Draw the figures of a sweep and write its report.html, whose path is returned.
 
     Args:
         folder: The sweep.
         command: The command that makes it; empty takes the one that its manifest records.
+        formats: Further formats of figures, see :func:`posbench.plots.base.save`.
 
     Raises:
         UserError: The sweep has neither scores nor verdicts, or a file cannot be read.
@@ -336,6 +337,7 @@ def render_sweep(folder: Path, command: str = "") -> Path:
         sections,
         models,
         provenance={"command": command or RunDir(folder).command},
+        formats=formats,
     )
 
 

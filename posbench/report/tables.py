@@ -52,7 +52,7 @@ def cell(row: Any, form: str, scale: float = 100) -> str:
     Returns:
         The text; without a value the beginning of the row's ``note``, or nothing.
     """
-    if row is None or pd.isna(row.value):
+    if row is None or row.value is None or math.isnan(row.value):
         note = getattr(row, "note", "")
         return note.partition(":")[0] if isinstance(note, str) else ""
     return with_interval(

@@ -33,7 +33,7 @@ def test_chain_is_made_of_its_links(
     done = posbench("study=chain", *FEW, *sizes)
     assert done.status == 0, done.err
     (folder,) = run_folders(outputs)
-    assert (folder / "figures" / "chain.png").is_file() and "shifted position ids" in (
+    assert (folder / "figures" / "chain.svg").is_file() and "shifted position ids" in (
         folder / "report.html"
     ).read_text()
     alone = {

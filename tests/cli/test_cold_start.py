@@ -21,6 +21,7 @@ CALLS = (
     (["--help"], 0),
     (["ls"], 0),
     (["ls", "tasks"], 0),
+    (["ls", "runs"], 0),
     (["validate", "study=causal_mask"], 0),
     (
         [
@@ -59,3 +60,5 @@ def test_listings_checks_and_refusals_load_no_heavy_library() -> None:
         told, modules = found[" ".join(call)]
         assert told == status, call
         assert not HEAVY & set(modules), call
+    _, modules = found["ls runs"]
+    assert not {"hydra", "omegaconf"} & set(modules), "listings compose no config"

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from posbench import __version__, load, paths
+from posbench.cli.ls import KINDS
 from posbench.cli.main import VERBS
-from posbench.cli.verbs import KINDS
 from posbench.errors import choices
 from posbench.report import paper, sweep, text
 from posbench.report.folder import read_csv

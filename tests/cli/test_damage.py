@@ -290,7 +290,7 @@ def test_what_verbs_make_again_may_be_damaged(
         "metrics.csv"
     ] and open_undamaged(folder).done
     (folder / "report.html").write_text("")
-    (folder / "figures" / "accuracy.png").unlink()
+    (folder / "figures" / "accuracy.svg").unlink()
     with owning(folder):
         held = posbench("report", str(folder), verb=True)
     assert held.status == 2

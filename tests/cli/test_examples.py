@@ -152,7 +152,7 @@ def test_the_study_under_a_method(own: str, posbench, outputs: Path) -> None:
     assert total["value"].item() == pytest.approx(
         (table["share"] * table["n"]).sum() / table["n"].sum()
     )
-    assert (run / "figures" / "first_item.png").is_file() and "first_item" in (
+    assert (run / "figures" / "first_item.svg").is_file() and "first_item" in (
         run / "report.html"
     ).read_text()
 

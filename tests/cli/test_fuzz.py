@@ -22,7 +22,7 @@ import posbench.run.base as base
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.pipeline import compose
-from posbench.pipeline.arguments import GROUPS, parse_request
+from posbench.pipeline.arguments import parse_request
 from posbench.pipeline.compose import compose_one
 from tests.conftest import Result
 
@@ -58,7 +58,7 @@ def configs() -> dict[str, list[str]]:
     """Arguments of a config for every choice of every group and every experiment, by its name."""
     every = [
         f"{group}={name}"
-        for group in GROUPS
+        for group in paths.GROUPS
         for name in choices(*paths.group_folders(group))
     ]
     every += [
@@ -184,7 +184,7 @@ def pairs(name: str) -> tuple[tuple[str, str], ...]:
     """
     raw = compose_one(*configs()[name]).raw
     group = name.split("=")[0]
-    there = [group, *GROUPS, "stages"] if group == "experiment" else [group]
+    there = [group, *paths.GROUPS, "stages"] if group == "experiment" else [group]
     found = [
         key
         for g in there

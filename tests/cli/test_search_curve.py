@@ -94,7 +94,7 @@ def test_a_search_leaves_its_tables_and_figures_and_the_method_uses_what_it_foun
         [won[f"scale_{i}"] for i in range(4)]
     )
     for name in ("convergence", "curve", "accuracy"):
-        assert (folder / "figures" / f"{name}.png").is_file()
+        assert (folder / "figures" / f"{name}.svg").is_file()
     assert "given up" in (folder / "report.html").read_text()
     assert "generation 3: fitness" in result.out
 

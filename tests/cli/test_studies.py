@@ -33,15 +33,17 @@ def test_study_writes_tables_figures_and_verdicts_and_draws_them_again(
     findings = pd.read_csv(folder / "findings.csv")
     assert tuple(findings) == FINDING_COLUMNS and set(findings["model"]) == {"tiny"}
     page = (folder / "report.html").read_text()
-    assert "Theorem 4.1" in page and "data:image/png" in page and "rollout.csv" in page
-    drawn = (folder / "figures" / "rollout.png").read_bytes()
-    (folder / "figures" / "rollout.png").unlink()
+    assert (
+        "Theorem 4.1" in page and "data:image/svg+xml" in page and "rollout.csv" in page
+    )
+    drawn = (folder / "figures" / "rollout.svg").read_bytes()
+    (folder / "figures" / "rollout.svg").unlink()
     monkeypatch.setattr(
         "posbench.run.base.load",
         lambda *args, **kwargs: pytest.fail("a finished run loaded the model"),
     )
     assert posbench("report", str(folder), verb=True).status == 0
-    assert (folder / "figures" / "rollout.png").read_bytes() == drawn, "byte-stable"
+    assert (folder / "figures" / "rollout.svg").read_bytes() == drawn, "byte-stable"
     again = posbench(*ROLLOUT)
     assert_names(again.out, "nothing", "again", "Theorem")
 

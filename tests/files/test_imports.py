@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from posbench import paths
+from posbench.files import imports
 from posbench.files.imports import user_files
 from posbench.methods import ScaleChannel
 from yu2025.layer_selection import LayerSelection
@@ -121,3 +122,76 @@ def test_a_papers_modules_are_followed_as_a_users(
         paths.EXPERIMENTS / "yu2025" / name
         for name in ("__init__.py", "layer_selection.py", "ablations.py")
     }
+
+
+@pytest.fixture
+def new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], None]]:
+    """Forgets what this process read of files; its cache folder is one of the test's own."""
+    monkeypatch.setenv("POSBENCH_CACHE", str(tmp_path / "cache"))
+
+    def forget() -> None:
+        imports._code_cache.cache_clear()
+        imports._kept_keys.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def test_code_from_the_cache_is_the_code_of_the_file(
+    tmp_path: Path, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = sorted(paths.PACKAGE.glob("*/*.py"))[:40]
+    read = [imports.read_code(file) for file in files]
+    imports.keep_code()
+    new_process()
+    with monkeypatch.context() as patch:
+        patch.setattr(imports, "_parsed", lambda content: pytest.fail("parsed again"))
+        assert [imports.read_code(file) for file in files] == read
+    kept = tmp_path / "cache" / imports.CODE_CACHE
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    for damaged in (bytes(data), data[:1000], b"", b"\xff\n{}"):
+        kept.write_bytes(damaged)
+        new_process()
+        assert [imports.read_code(file) for file in files] == read
+
+
+def test_comments_and_docstrings_do_not_count_and_all_else_does(
+    tmp_path: Path, new_process: Callable[[], None]
+) -> None:
+    file = tmp_path / "code.py"
+    texts = []
+    for source in (
+        "x = 1\n",
+        "x = 1\n",
+        '"""A docstring."""\n# A comment.\nx = (1)\n',
+        "x = 2\n",
+        "x = 1\nimport os.path\n",
+    ):
+        file.write_text(source)
+        texts.append(imports.read_code(file).text)
+        imports.keep_code()
+        new_process()
+    assert texts[0] == texts[1] == texts[2] == b"x = 1"
+    assert texts[3:] == [b"x = 2", b"x = 1\nimport os.path"]
+    assert imports.read_code(file).imports == ("os", "os.path")
+
+
+def test_the_cache_of_code_is_bounded(
+    tmp_path: Path, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imports, "MAX_KEPT_FILES", 3)
+    file = tmp_path / "code.py"
+    for number in range(6):
+        file.write_text(f"x = {number}")
+        imports.read_code(file)
+        imports.keep_code()
+        new_process()
+    assert [text for text, _ in imports._code_cache().values()] == [
+        "x = 3",
+        "x = 4",
+        "x = 5",
+    ]

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from posbench.plots.attention import attention_by_position
-from posbench.plots.base import save
+from posbench.plots.base import FORMATS, save
 from posbench.plots.scores import accuracy_by_model, accuracy_by_position, by_subset
 from posbench.plots.search import candidate_losses_figure, channel_figure
 from posbench.plots.sweep import attention_sweep, factor_sweep, with_setting
@@ -299,9 +299,9 @@ assert "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules
 
 
 def drawn(folder: Path | str) -> None:
-    """Two figures as files."""
-    save(accuracy_by_position(metrics()), Path(folder) / "a")
-    save(attention_by_position(attention()), Path(folder) / "b")
+    """Two figures as files of all formats."""
+    save(accuracy_by_position(metrics()), Path(folder) / "a", FORMATS)
+    save(attention_by_position(attention()), Path(folder) / "b", FORMATS)
 
 
 def test_files_are_byte_stable_across_processes(tmp_path):
@@ -318,10 +318,7 @@ def test_files_are_byte_stable_across_processes(tmp_path):
         for where in ("own", "other")
     ]
     assert files[0] == files[1] and sorted(files[0]) == [
-        "a.pdf",
-        "a.png",
-        "b.pdf",
-        "b.png",
+        f"{name}.{kind}" for name in "ab" for kind in ("pdf", "png", "svg")
     ]
 
 

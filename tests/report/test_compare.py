@@ -170,7 +170,7 @@ def compared(
 def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     files, told, said = write_comparison([runs["better"], runs["best"]])
     out = runs["best"].parents[2] / "compare/aaaa0001_aaaa0002"
-    assert files == [out / "comparison.csv", out / "accuracy.png"] and said == []
+    assert files == [out / "comparison.csv", out / "accuracy.svg"] and said == []
     lines = pd.read_csv(out / "comparison.csv").set_index("run")
     line = lines.loc["aaaa0002"]
     ours, theirs = (
@@ -205,8 +205,7 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     assert_names(figure.get_suptitle(), "tiny", "n = 30")
     assert {file.name for file in out.iterdir()} == {
         "comparison.csv",
-        "accuracy.png",
-        "accuracy.pdf",
+        "accuracy.svg",
     }
 
 
@@ -290,7 +289,13 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     for name in ("comparison.csv", "of_another_version.png"):
         (old / name).write_text("old")
     told = posbench(
-        "compare", "aaaa0001", "aaaa0003", "--outputs", str(tmp_path), verb=True
+        "compare",
+        "aaaa0001",
+        "aaaa0003",
+        "--format=pdf",
+        "--outputs",
+        str(tmp_path),
+        verb=True,
     )
     assert told.status == 0 and f"comparison: {old / 'comparison.csv'}" in told.err
     header, *lines = [line.split("\t") for line in told.out.splitlines()]
@@ -302,6 +307,7 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     assert not (old / "of_another_version.png").exists(), (
         "it takes the place of the first"
     )
+    assert (old / "accuracy.pdf").read_bytes().startswith(b"%PDF")
     assert len(pd.read_csv(old / "comparison.csv")) == 2
     (second / "DONE").unlink()
     unfinished = posbench("compare", str(first), str(second), verb=True)

@@ -14,7 +14,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from posbench.cli.main import main
-from posbench.plots.base import save, sign
+from posbench.plots.base import FORMATS, save, sign
 from posbench.report.collect import collect_entries
 from posbench.report.gallery import write_gallery
 from posbench.report.paper import paper_cells, paper_table
@@ -32,12 +32,13 @@ SPECIAL = r"a & b % c $ d # e _ f { g } h ~ i ^ j \ k < l > m | n"
 
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stem of a small figure as PNG and PDF."""
+    """The stem of a small figure in all formats."""
     figure = Figure(figsize=(3, 2), layout="constrained")
     figure.add_subplot().plot([0, 1])
     figure.set_label("n = 20")
     sign(figure, ["tiny"])
-    return save(figure, tmp_path_factory.mktemp("figure") / "drawn")[0].with_suffix("")
+    stem = tmp_path_factory.mktemp("figure") / "drawn"
+    return save(figure, stem, FORMATS).with_suffix("")
 
 
 def claims(*rows: tuple[str, str, str, float], kind: str = "paper") -> pd.DataFrame:
@@ -108,11 +109,11 @@ def config(suite: str, name: str) -> dict[str, object]:
 
 def drawn(folder: Path, picture: Path, figures: tuple[str, ...]) -> None:
     for name in figures:
-        for kind in (".png", ".pdf"):
-            drawing = picture.with_suffix(kind).read_bytes()
-            # No two pictures are equal; readers of both formats skip what follows their end.
-            file = folder / "figures" / f"{name}{kind}"
-            file.write_bytes(drawing + f"{folder}/{name}".encode())
+        for kind in FORMATS:
+            drawing = picture.with_suffix(f".{kind}").read_bytes()
+            # No two pictures are equal; readers of all formats skip a comment behind their end.
+            file = folder / "figures" / f"{name}.{kind}"
+            file.write_bytes(drawing + f"<!-- {folder}/{name} -->".encode())
     (folder / "figures" / "captions.json").write_text(
         json.dumps({n: f"What {n} shows." for n in figures})
     )
@@ -213,18 +214,19 @@ def test_every_figure_of_the_newest_runs_is_in_the_page_and_on_disk(many, pictur
     assert file == many / "gallery" / "index.html"
     page = Page(file)
     wanted = {
-        f"figures/{suite}/{name}.png"
+        f"figures/{suite}/{name}.svg"
         for suite, names in SHOWN.items()
         for name in names
     }
     assert set(page.images) == wanted and wanted <= set(page.links)
-    found = {p.relative_to(file.parent).as_posix() for p in file.parent.rglob("*.png")}
+    found = {p.relative_to(file.parent).as_posix() for p in file.parent.rglob("*.svg")}
     assert found == wanted
     for name in wanted:
-        for kind in (".png", ".pdf"):
-            copied = (file.parent / name).with_suffix(kind)
-            drawing = picture.with_suffix(kind).read_bytes()
+        for kind in FORMATS:
+            copied = (file.parent / name).with_suffix(f".{kind}")
+            drawing = picture.with_suffix(f".{kind}").read_bytes()
             assert copied.read_bytes().startswith(drawing)
+            assert copied.relative_to(file.parent).as_posix() in page.links
     for link in page.links:
         there = (
             link[1:] in page_ids(file)
@@ -249,8 +251,8 @@ def test_a_caption_has_its_own_figures_and_a_picture_is_shown_once(
     suite = tmp_path / "fig2/v001"
     for model in ("tiny", "tiny_b"):
         folder = run(suite / f"{model}__a", picture, figures)
-        (folder / "figures/theory.png").write_bytes(
-            picture.with_suffix(".png").read_bytes()
+        (folder / "figures/theory.svg").write_bytes(
+            picture.with_suffix(".svg").read_bytes()
         )
         told = yaml.safe_load((folder / "config.yaml").read_text())
         told["experiment"]["panels"] = {
@@ -280,7 +282,7 @@ def test_a_caption_has_its_own_figures_and_a_picture_is_shown_once(
     assert len(images) == 3 and "convergence" not in text
     assert "tiny_b: Figure 3, Figure 4, Figure 5: What theory shows." in text
     page = Page(write_gallery(tmp_path))
-    assert page.images[1:] == [f"figures/fig2/{m}-{f}.png" for _, m, f in shown]
+    assert page.images[1:] == [f"figures/fig2/{m}-{f}.svg" for _, m, f in shown]
 
 
 def test_a_further_model_stands_beside_with_the_figures_of_its_page(
@@ -348,13 +350,13 @@ def test_of_many_runs_the_newest_are_shown(
             "provenance.json", facts | {"started": f"2026-01-0{3 - number}T00:00:00"}
         )
         book.seal("posbench")
-    (tmp_path / "fig3/v001/tiny__0/figures/curve.png").write_bytes(b"")
+    (tmp_path / "fig3/v001/tiny__0/figures/curve.svg").write_bytes(b"")
     monkeypatch.setattr("posbench.report.collect.MAX_RUNS", 1)
     (entry,) = collect_entries(tmp_path)
     assert [result.folder.name for result in entry.results] == ["tiny__1"], (
         "the newest whole one"
     )
-    assert_names(entry.faults[0], "tiny__0", "damaged", "figures/curve.png")
+    assert_names(entry.faults[0], "tiny__0", "damaged", "figures/curve.svg")
     (older,) = entry.faults[1:]
     assert_names(older, "1 older", "fig3", "posbench ls runs")
 
@@ -362,10 +364,10 @@ def test_of_many_runs_the_newest_are_shown(
 def test_a_suite_and_a_version_have_a_gallery_of_their_own(many, tmp_path, capsys):
     assert main(["report", str(many / "fig3")]) == 0
     assert set(Page(many / "fig3/gallery/index.html").images) == {
-        f"figures/fig3/{n}.png" for n in SHOWN["fig3"]
+        f"figures/fig3/{n}.svg" for n in SHOWN["fig3"]
     }
     assert main(["report", str(many / "fig3/v002"), "--out", str(tmp_path / "g")]) == 0
-    assert Page(tmp_path / "g/index.html").images[0] == "figures/fig3/tiny-old.png"
+    assert Page(tmp_path / "g/index.html").images[0] == "figures/fig3/tiny-old.svg"
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "g/index.html")
     assert (
         main(["report", str(many / "fig3/v002/tiny__a"), "--out", str(tmp_path / "g")])
@@ -477,8 +479,8 @@ def test_a_sweep_that_is_drawn_again_stays_whole(many):
     (entry,) = (entry for entry in collect_entries(many) if entry.name == "fig6")
     (result,) = entry.results
     assert result.figures["sweep"].startswith("Left: score over all positions")
-    (folder / "figures" / "sweep.png").write_bytes(b"")
-    assert open_run_dir(folder).damaged() == ["figures/sweep.png"]
+    (folder / "figures" / "sweep.svg").write_bytes(b"")
+    assert open_run_dir(folder).damaged() == ["figures/sweep.svg"]
 
 
 def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(

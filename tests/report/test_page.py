@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from posbench.files.digests import Content
 from posbench.files.sources import Source
-from posbench.report.page import breakable, read_run, render_run
+from posbench.plots.base import save
+from posbench.report.page import breakable, figure_size, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
 from tests.frames import (
     attention,
@@ -67,19 +69,36 @@ def test_full_run(tmp_path):
         assert text in words
     for title in titles:
         assert f">{title}</h2>" in page
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/svg+xml;base64,") == 4
     assert "<script" not in page and "http" not in page.replace("data:image", "")
     names = {p.name for p in (folder / "figures").iterdir()}
-    assert {
-        "accuracy.png",
-        "accuracy.pdf",
-        "attention.pdf",
-        "candidates.pdf",
-        "channel_33.pdf",
-    } <= names
+    drawings = ("accuracy", "attention", "candidates", "channel_33")
+    assert names == {"captions.json", *(f"{name}.svg" for name in drawings)}
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     render_run(folder)
     assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_figures_in_further_formats_stay_those_of_the_tables(tmp_path):
+    folder = folder_with(tmp_path / "run", metrics=metrics())
+    render_run(folder, ["pdf"])
+    pdf = folder / "figures" / "accuracy.pdf"
+    first = pdf.read_bytes()
+    lower = metrics()
+    lower["value"] /= 2
+    folder_with(folder, metrics=lower)
+    render_run(folder)
+    fresh = folder_with(tmp_path / "fresh", metrics=lower)
+    render_run(fresh, ["pdf", "svg"])
+    redrawn = (fresh / "figures" / "accuracy.pdf").read_bytes()
+    assert pdf.read_bytes() == redrawn != first
+    assert not (folder / "figures" / "accuracy.png").exists()
+
+
+def test_a_figure_has_its_size_in_inches_on_the_page(tmp_path):
+    file = save(Figure(figsize=(3, 2)), tmp_path / "a")
+    size = figure_size(file.read_text())
+    assert size == {"width": 3 * 132, "height": 2 * 132}
 
 
 def test_a_checkpoint_of_the_hub_is_shown_by_its_revision(tmp_path):
@@ -200,8 +219,8 @@ def test_sweep_page(tmp_path):
     assert_names(page, "gpt", "none of these", "Source: Table 1.")
     tables = re.findall("<table.*?</table>", page, re.DOTALL)
     assert tables and all("<td" in table for table in tables), "a table without rows"
-    assert (tmp_path / "figures" / "sweep.pdf").is_file() and (
-        tmp_path / "figures" / "attention.pdf"
+    assert (tmp_path / "figures" / "sweep.svg").is_file() and (
+        tmp_path / "figures" / "attention.svg"
     ).is_file()
 
 

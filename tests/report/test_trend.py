@@ -385,7 +385,7 @@ def test_the_page_of_a_sweep_shows_the_trend(tmp_path: Path) -> None:
     assert (
         ">Trend</h2>" in page
         and "Figure 6a" in page
-        and (tmp_path / "figures" / "trend.pdf").is_file()
+        and (tmp_path / "figures" / "trend.svg").is_file()
     )
     panels = trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
     for axes, name, scale in zip(

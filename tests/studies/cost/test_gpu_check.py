@@ -93,7 +93,7 @@ def test_without_a_gpu_nothing_about_one_is_said(
     timed = checks[bench].set_index("quantity")
     assert timed["verdict"].to_dict() == {"latency": "failed", "throughput": "passed"}
     assert "out of memory" in timed.loc["latency", "reason"]
-    assert (folder / "figures" / "checks.png").is_file()
+    assert (folder / "figures" / "checks.svg").is_file()
 
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     assert pd.read_csv(folder / "search.csv")["work"].unique().tolist() == [
         "2 candidates, 8 + 4 tokens"
     ]
-    assert (folder / "figures" / "search.png").is_file()
+    assert (folder / "figures" / "search.svg").is_file()
     refused = posbench("study=latency", "study.methods=[ms_po]")
     assert refused.status == 2 and "study.methods = 'ms_po'" in refused.err
     refused = posbench("study=latency", "study.floors=true", "study.new_tokens=[1,8]")

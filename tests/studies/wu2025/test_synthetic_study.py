@@ -211,7 +211,7 @@ def test_results_of_a_folder(
     fresh = verdicts["fixed, fresh omegas"]
     assert fresh["not trained"] == fresh.sum() == vocabularies["fixed"]
     assert set(tables["thresholds"]["verdict"]) == {"not run"}
-    assert (folder / "figures" / "gaps_first_last_residual.png").is_file()
+    assert (folder / "figures" / "gaps_first_last_residual.svg").is_file()
     assert "not testable" in (folder / "findings.csv").read_text()
     # The folder grows, and so do its results.
     assert_names(posbench(*args).out, "nothing", "again")

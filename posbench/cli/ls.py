@@ -1,0 +1,97 @@
+"""``posbench ls``: what there is to choose from; it imports no more than that takes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from posbench import paths
+from posbench.cli.options import option
+from posbench.errors import UserError, choices, near
+from posbench.files.parse import CORRECT_FILE, Object, read_yaml
+from posbench.model.families import FAMILIES
+from posbench.report.console import show_lists
+from posbench.report.experiments import trains_networks
+from posbench.schema import resolve_target
+from posbench.tasks import Task
+
+TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
+KINDS = {plural: group for group, plural in paths.PLURALS.items()}
+CHOICES = *KINDS, "experiments", "families"
+
+
+def ls(args: list[str]) -> int:
+    """List what there is to choose from, with a line on each.
+
+    usage: posbench ls [KIND] [--json] [--config-dir DIR]
+
+      KIND              models, methods, tasks, searches, studies, runtimes, experiments or families;
+                        all of them unless said; `posbench ls runs --help` says how runs are found
+      --json            as JSON
+      --config-dir DIR  your own YAML files, too
+
+    A terminal gets a table, a pipe tab-separated columns below a header.
+
+    example: posbench ls experiments | cut -f 1
+    """
+    config_dir, args = option(args, "--config-dir")
+    names = [arg for arg in args if arg != "--json"]
+    if len(names) > 1 or (names and names[0] not in CHOICES):
+        typed = " ".join(names)
+        allowed = [*CHOICES, "runs"]
+        hint = near(typed, allowed, "posbench ls models")
+        raise UserError("ls", typed, ", ".join(allowed), hint)
+    records = {kind: _records(kind, config_dir) for kind in names or CHOICES}
+    show_lists(records, as_json="--json" in args)
+    return 0
+
+
+def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
+    """The choices of a kind, by column."""
+    if kind == "families":
+        return [
+            {
+                "name": family.name,
+                "model_type": ", ".join(family.model_types),
+                "positions": family.position,
+            }
+            for family in FAMILIES
+        ]
+    group = KINDS.get(kind, "experiment")
+    folders = paths.config_folders(config_dir)
+    records: list[dict[str, object]] = []
+    for name in choices(*paths.group_folders(group, folders)):
+        file = paths.find_choice(group, name, folders)
+        if file:
+            records.append({"name": name, **_facts(kind, file)})
+    return records
+
+
+def _facts(kind: str, file: Path) -> dict[str, object]:
+    """What `posbench ls` shows of a choice, by column, from its file."""
+    data = read_yaml(file, Object | None, hint=CORRECT_FILE) or {}
+    if kind == "tasks":
+        cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
+        return {column: getattr(cls, column) for column in TASK_COLUMNS}
+    if kind != "experiments":
+        return {"what": _first_sentence(file.read_text()) or data.get("path")}
+    experiment = data.get("experiment") or {}
+    needs = ""
+    if trains_networks(data):
+        needs = "training"
+    elif experiment.get("needs_weights"):
+        needs = "weights"
+    return {
+        "what": experiment.get("title"),
+        "minutes": experiment.get("minutes"),
+        "needs": needs,
+    }
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a YAML's first comment."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    # The stop of "et al." ends no sentence.
+    comment = comment.replace("et al. ", "et al.\0")
+    return comment.split(". ")[0].replace("\0", " ").rstrip(".")

@@ -1,0 +1,357 @@
+"""How runs stand and what they measured, with an index file that spares reading an unchanged run again."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.files.atomic import Row, to_canonical, write_text
+from posbench.late import pd
+from posbench.report.text import main_claims, tally_verdicts
+from posbench.run.folder import (
+    CONFIG,
+    DONE,
+    MANIFEST,
+    PROVENANCE,
+    STATUS,
+    RunDir,
+    State,
+    open_run_dir,
+)
+from posbench.run.lease import in_use
+from posbench.run.method import METHOD_FILE
+from posbench.run.shards import is_running
+from posbench.schema import override_text
+from posbench.stats.findings import estimate_columns
+from posbench.stats.frames import UNMODIFIED, rows_over_all_positions
+
+ListedState = Literal[State, "done, unchecked", "killed", "damaged"]
+"""What a list of runs says of one."""
+METRICS = "metrics.csv"
+FINDINGS = "findings.csv"
+FILES_READ = (
+    CONFIG,
+    STATUS,
+    PROVENANCE,
+    MANIFEST,
+    DONE,
+    METHOD_FILE,
+    METRICS,
+    FINDINGS,
+)
+"""All files of a run that its summary is made from."""
+NAMED_GROUPS = ("model", "task", "method", "search", "study")
+"""Groups of a config with a name."""
+GROUPS = (*NAMED_GROUPS, "runtime")
+NEUTRAL_SETTINGS = (
+    "runtime.outputs",
+    "runtime.log_every",
+    "runtime.workers",
+    "runtime.cluster",
+    "model.concurrency",
+    "model.retries",
+    "model.timeout",
+)
+"""Settings that move no number."""
+LIST_COLUMNS = {
+    "": "score",
+    "difference": "difference",
+    "position_bias": "position_bias",
+}
+"""Column of the list by metric, as :func:`posbench.stats.frames.rows_of_metric` names it."""
+INDEX = ".runs.json"
+"""The index file of an outputs folder; without it a list only takes longer."""
+LIVE_STATES = ("running", "killed")
+"""States that a process changes without writing to the run's files."""
+SETTLED_SECONDS = 2.0
+"""Age from which a file's times tell of every change: a file system counts them in steps of milliseconds or of
+a second."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run folder as it stands.
+
+    Attributes:
+        folder: The run folder.
+        state: done, running, killed, failed, incomplete, mixed or damaged.
+        started: When the run started, in ISO format; empty where unknown.
+        seconds: Wall time.
+        names: Names of its model, task, method, search and study, by group; empty where it has none.
+        settings: Settings that can move a number, as an override spells them, by dotted key. Of a finished run with
+            what a search found where the config has null.
+        verdicts: How a study's claims fared, of a finished run.
+        estimates: Score, difference and position bias of its method, of a finished run; of one that applied no
+            method those of the unmodified model. None stands where a number was not measured.
+    """
+
+    folder: Path
+    state: ListedState
+    started: str = ""
+    seconds: float | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    verdicts: str = ""
+    estimates: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def hash(self) -> str:
+        """The end of its folder's name."""
+        return self.folder.name.rpartition("__")[2]
+
+    def name(self, group: str) -> str:
+        """Name of its model, task, method, search or study; empty where it has none."""
+        return self.names.get(group, "")
+
+
+def summaries(folders: Sequence[Path]) -> list[RunSummary]:
+    """The summaries of run folders, of those that did not change since from the index of their outputs folder.
+
+    Args:
+        folders: Run folders of one outputs folder, resolved.
+    """
+    if not folders:
+        return []
+    root = folders[0].parents[2]
+    if any(folder.parents[2] != root for folder in folders):
+        return read_summaries(folders)
+    old = _read_index(root / INDEX)
+    stamps = {folder: _stamp(folder) for folder in folders}
+    known: dict[Path, RunSummary] = {}
+    for folder, stamp in stamps.items():
+        entry = old.get(_key(folder, root))
+        if entry and entry["stamp"] == stamp:
+            known[folder] = RunSummary(folder, **entry["summary"])
+    changed = [folder for folder in folders if folder not in known]
+    read = dict(zip(changed, read_summaries(changed), strict=True))
+    entries = {
+        key: entry
+        for key, entry in old.items()
+        if (root / key).is_dir() and root / key not in read
+    }
+    for folder, summary in read.items():
+        if summary.state not in LIVE_STATES and _is_settled(stamps[folder]):
+            fields = asdict(summary)
+            del fields["folder"]
+            entries[_key(folder, root)] = {"stamp": stamps[folder], "summary": fields}
+    if entries != old:
+        # A folder that may not be written to has no index.
+        with suppress(OSError):
+            _write_index(root / INDEX, entries)
+    return [known.get(folder) or read[folder] for folder in folders]
+
+
+def _key(folder: Path, root: Path) -> str:
+    """The name of a run in the index."""
+    return folder.relative_to(root).as_posix()
+
+
+def _stamp(folder: Path) -> list[list[int] | None]:
+    """Inode, size and times of change of every file that a summary is made from; None where there is none."""
+    stamps: list[list[int] | None] = []
+    for name in FILES_READ:
+        try:
+            stat = (folder / name).stat()
+        except OSError:
+            stamps.append(None)
+            continue
+        stamps.append([stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
+    return stamps
+
+
+def _is_settled(stamp: Sequence[Sequence[int] | None]) -> bool:
+    """Whether the files were old enough when their stamp was taken for the next change to give another one."""
+    newest = max((max(file[2:]) for file in stamp if file), default=0)
+    return time.time() - newest / 1e9 >= SETTLED_SECONDS
+
+
+def _code() -> str:
+    """A digest of which posbench makes the summaries: names, sizes and times of its modules."""
+    digest = hashlib.sha256()
+    for file in sorted(paths.PACKAGE.rglob("*.py")):
+        stat = file.stat()
+        digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _read_index(file: Path) -> dict[str, Row]:
+    """The entries of an index by run; none where there is no index, or one that is damaged or of other code."""
+    with suppress(OSError, ValueError):
+        checksum, _, text = file.read_text(encoding="utf-8").partition("\n")
+        if checksum == hashlib.sha256((_code() + text).encode()).hexdigest():
+            entries: dict[str, Row] = json.loads(text)
+            return entries
+    return {}
+
+
+def _write_index(file: Path, entries: Mapping[str, Row]) -> None:
+    """Write an index: a checksum of the code and of the entries, and on a second line the entries."""
+    text = json.dumps(entries)
+    checksum = hashlib.sha256((_code() + text).encode()).hexdigest()
+    write_text(file, f"{checksum}\n{text}")
+
+
+def read_summaries(folders: Sequence[Path]) -> list[RunSummary]:
+    """Read run folders; numbers are taken only from intact, finished runs."""
+    read = [_read_summary(folder) for folder in folders]
+    estimates = _estimates({str(run.folder): totals for run, totals in read})
+    return [replace(run, estimates=estimates[str(run.folder)]) for run, _ in read]
+
+
+def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
+    """A run without its estimates, and the rows of metrics.csv that these are made from."""
+    run = open_run_dir(folder)
+    config = dict[str, Any]()
+    try:
+        is_intact = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD_FILE))
+        config = run.config()
+        method = run.read_json(METHOD_FILE)
+    except UserError:
+        is_intact = False
+    status = run.facts(STATUS)
+    started = str(run.facts(PROVENANCE).get("started", ""))
+    state = _state(run, status) if is_intact else "damaged"
+    is_done = state.startswith("done")
+    if is_done:
+        config = fill_nulls(config, {"method": method})
+    summary = RunSummary(
+        folder,
+        state,
+        started,
+        status.get("seconds"),
+        names={group: _name(config.get(group)) for group in NAMED_GROUPS},
+        settings=_settings(config),
+        verdicts=_tally_verdicts(folder) if is_done else "",
+    )
+    return summary, _read_totals(folder) if is_done else []
+
+
+def _state(run: RunDir, status: Mapping[str, Any]) -> ListedState:
+    """The state of a run whose files are intact."""
+    if run.done:
+        # A run of an older version has no manifest.
+        return "done" if (run.path / MANIFEST).is_file() else "done, unchecked"
+    state: ListedState = status.get("state", "damaged")
+    if state == "running" and not in_use(run.path) and not is_running(run.path):
+        return "killed"
+    return state
+
+
+def read_config_as_run(run: RunDir) -> dict[str, Any]:
+    """The config of a run, with what a search found where the config has null.
+
+    Raises:
+        UserError: A file is damaged.
+    """
+    return fill_nulls(run.config(), {"method": run.read_json(METHOD_FILE)})
+
+
+def fill_nulls(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in which every null is replaced by the value of its key, if there is one."""
+    filled = dict[str, Any]()
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            filled[key] = fill_nulls(value, values.get(key) or {})
+        else:
+            filled[key] = values.get(key) if value is None else value
+    return filled
+
+
+def _name(group: Any) -> str:
+    """The name that a group of a config has; empty where it has none."""
+    return str(group.get("name") or "") if isinstance(group, Mapping) else ""
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that can move a number, as an override spells them, by dotted key."""
+    groups = {group: config.get(group) for group in GROUPS}
+    return {
+        key: value
+        for key, value in _flatten(groups, "")
+        if not key.startswith(NEUTRAL_SETTINGS)
+    }
+
+
+def _read_totals(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv over all gold positions."""
+    rows = _read_rows(folder / METRICS)
+    return [row for row in rows if row.get("gold_position") == "all"]
+
+
+def _tally_verdicts(folder: Path) -> str:
+    """How the paper's claims fared, or our controls where the paper makes none."""
+    rows = _read_rows(folder / FINDINGS)
+    if not rows:
+        return ""
+    findings = pd.DataFrame(rows, columns=["kind", "verdict"])
+    return tally_verdicts(main_claims(findings)["verdict"])
+
+
+def _read_rows(file: Path) -> list[dict[str, str]]:
+    """The rows of a CSV as text; none where there is no file."""
+    if not file.is_file():
+        return []
+    with open(file, newline="", encoding="utf-8", errors="replace") as stream:
+        return list(csv.DictReader(stream))
+
+
+def _flatten(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Dotted keys and values below a node of a config, but names and class paths."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            if name not in ("_target_", "name"):
+                yield from _flatten(value, f"{key}.{name}".strip("."))
+    elif "." in key:
+        # 1.0 as 1
+        yield key, override_text(to_canonical(node))
+
+
+def _estimates(
+    totals: Mapping[str, Sequence[Mapping[str, str]]],
+) -> dict[str, dict[str, Any]]:
+    """Estimates of runs, see :class:`RunSummary`, by run folder.
+
+    Args:
+        totals: The rows of metrics.csv over all gold positions, by run folder.
+    """
+    numbers = [
+        column for name in LIST_COLUMNS.values() for column in estimate_columns(name)
+    ]
+    empty: dict[str, Any] = {**dict.fromkeys(numbers), "n": None, "note": ""}
+    estimates = {folder: dict(empty) for folder in totals}
+    records = [
+        {"run": folder, **row} for folder, of_run in totals.items() for row in of_run
+    ]
+    if not records:
+        return estimates
+    rows = pd.DataFrame(records)
+    rows[estimate_columns()] = rows[estimate_columns()].apply(pd.to_numeric)
+    is_unmodified = rows["method"] == UNMODIFIED
+    runs_with_method = rows.loc[~is_unmodified, "run"]
+    rows = rows[~is_unmodified | ~rows["run"].isin(runs_with_method)]
+    for metric, name in LIST_COLUMNS.items():
+        for row in (
+            rows_over_all_positions(rows, metric)
+            .drop_duplicates("run")
+            .to_dict("records")
+        ):
+            estimate = estimates[row["run"]]
+            for target, source in zip(
+                estimate_columns(name), estimate_columns(), strict=True
+            ):
+                estimate[target] = None if pd.isna(row[source]) else float(row[source])
+            if name != "difference":
+                estimate["n"] = int(row["n"])
+                # Of runs without the column it is NaN beside others that have it.
+                note = row.get("note")
+                estimate["note"] = note if isinstance(note, str) else ""
+    return estimates
