@@ -424,7 +424,7 @@ def _run_job(
         lm: The model, where jobs before loaded it.
         watch: Measures the job; None: from now on.
     """
-    from posbench.pipeline.execute import apply_budget, execute
+    from posbench.pipeline.execute import execute
     from posbench.pipeline.multirun import new_record
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
@@ -454,6 +454,8 @@ def _run_job(
         config = run.config
         plan = None
         if config.budget:
+            from posbench.pipeline.apply_budget import apply_budget
+
             config, plan, lm = apply_budget(run, make_console(), watch)
         folder = execute(
             config,

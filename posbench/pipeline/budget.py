@@ -31,7 +31,7 @@ from posbench.pipeline.prepare import build_run
 from posbench.pipeline.served import ASSUMED_TOKENS_PER_CHARACTER, estimate_served
 from posbench.run.base import Run
 from posbench.run.budget import Budget, Stopwatch, half_width, money, price_of
-from posbench.run.cost import Costs, Speed, WorkEstimate
+from posbench.run.cost import LIGHT_PARAMETERS, Costs, Speed, WorkEstimate
 from posbench.run.progress import SECONDS_PER_UNIT, duration
 from posbench.schema import no_other_keys
 from posbench.tasks.base import num_questions
@@ -72,8 +72,6 @@ MEASURING_SHARE = 0.05
 CLEAR_SPEEDUP = 1.3
 """How many times as fast bfloat16 has to be."""
 LONG_RUN_SECONDS = 3600.0
-LIGHT_PARAMETERS = 10_000_000
-"""A model with fewer parameters is not timed before a run without a budget: an hour of it is rare."""
 PLANNED_KEYS = (
     "task.",
     "search.",

@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from posbench import paths
-from posbench.backends.base import ServerProfile
 from posbench.errors import Faults, UserError, renamed
 from posbench.files import sources
 from posbench.files.secrets import without_named_secrets
@@ -29,6 +28,9 @@ from posbench.stats.reference import Contrast, Reference
 from posbench.studies.base import Study
 from posbench.tasks import Task
 from posbench.tasks.base import EvaluationOnly
+
+if TYPE_CHECKING:
+    from posbench.backends.base import ServerProfile
 
 Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from posbench.backends.asking import compare_with_checkpoint
-from posbench.backends.served import Endpoint
 from posbench.errors import UserError
-from posbench.files.atomic import short_hash, write_json
+from posbench.files.atomic import write_json
 from posbench.files.digests import Content, find_change
 from posbench.files.hardware import default_threads
 from posbench.files.parse import read_json
@@ -24,16 +22,6 @@ from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.items import probe_items
 from posbench.model.lm import LM
-from posbench.pipeline.budget import (
-    PLANNED_KEYS,
-    BudgetPlan,
-    check_budget,
-    describe_long_run,
-    plan_run,
-    read_plan,
-    with_settings,
-    write_plan,
-)
 from posbench.pipeline.compose import compose_record
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import (
@@ -46,21 +34,18 @@ from posbench.pipeline.identity import (
     version_key,
 )
 from posbench.pipeline.prepare import (
-    PreparedRun,
     build_run,
     longest_prompts,
     need_text_model,
     silence_transformers,
 )
-from posbench.pipeline.served import describe_endpoint, estimate_served, need_consent
 from posbench.pipeline.stages import stage_module
-from posbench.pipeline.study_budget import describe_long_study, plan_study
 from posbench.report.terminal import show_run
 from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
-from posbench.run.budget import Budget, Deadline, Spending, Stopwatch, price_of
+from posbench.run.budget import Budget, Deadline, Stopwatch
 from posbench.run.claim import claim, find
-from posbench.run.cost import Costs
+from posbench.run.cost import LIGHT_PARAMETERS, Costs
 from posbench.run.folder import (
     AUDIT,
     MIXED,
@@ -77,7 +62,6 @@ from posbench.run.folder import (
 from posbench.run.heartbeat import doing
 from posbench.run.own_code import make_importable
 from posbench.run.progress import duration, repeating
-from posbench.run.replies import STAGE as EVALUATE
 from posbench.run.shards import (
     Shard,
     WorkerMain,
@@ -86,6 +70,9 @@ from posbench.run.shards import (
     shard_folders,
 )
 from posbench.tasks.items import GoldPositionTask
+
+if TYPE_CHECKING:
+    from posbench.pipeline.budget import BudgetPlan
 
 STAGE_ACTIVITIES = {
     "search": "search: between its loops",
@@ -98,20 +85,15 @@ STAGE_ACTIVITIES = {
 ROW_STAGES = ("intervene", "evaluate")
 """Stages whose rows several runs make together, or several processes share out."""
 
-BUDGETS = ".budgets"
-"""Folder beside the versions of a suite: what was chosen for budgets."""
 LARGER_BUDGET = 1.5
 """A run that stopped at its budget goes on with one that is so many times as large; a part of a diagnosis has what the
 parts before it left, which differs a little when it is repeated."""
-PROBE = "probe"
-"""What was asked of a server before the questions, in the record of what a run spent."""
 USED_TIME = ".seconds_used.json"
 """File of a run folder with a budget: seconds that its sessions took. Hidden, so no part of its results."""
 RECORD_SECONDS = 2.0
 PROBE_TOKENS = 64
 LONG_PROBE_OPERATIONS = 1e11
 """Operations of a checked prompt from which it is announced: about a second of one core."""
-MAX_LISTED_MODELS = 8
 
 
 def execute(
@@ -133,7 +115,7 @@ def execute(
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
         worker_main: What each of ``runtime.workers`` runs; without it this process makes all rows.
-        plan: What was chosen for the config's budget, see :func:`apply_budget`.
+        plan: What was chosen for the config's budget, see :func:`posbench.pipeline.apply_budget.apply_budget`.
         watch: Measures this session; None: from now on.
         shows_result: Whether tables are printed at the end of a run without the stage report.
 
@@ -175,7 +157,9 @@ def execute(
             _announce_long_run(config, run)
         _record_begin(out, plan)
         if config.uses_model and not config.model.in_process:
-            run.spending = _spending(config, run)
+            from posbench.pipeline import served_run
+
+            run.spending = served_run.spending(config, run)
         try:
             with (
                 _time_counted(run, config.budget, watch),
@@ -301,60 +285,6 @@ def is_shardable(config: Config) -> bool:
 # Budgets
 
 
-class BudgetedRun(NamedTuple):
-    """A config with the sizes that its budget chose, the choice, and the model where it was timed."""
-
-    config: Config
-    plan: BudgetPlan
-    lm: LM | None
-
-
-def apply_budget(
-    prepared: PreparedRun, console: Console, watch: Stopwatch
-) -> BudgetedRun:
-    """Choose the sizes of a run for its budget, or take those that an earlier session chose.
-
-    The choice is recorded in the outputs, so that a run that is killed goes on with it.
-
-    Args:
-        prepared: The run, with a budget.
-        console: Where progress and the choice go.
-        watch: Measures this session.
-
-    Raises:
-        UserError: The budget is too small, or the run's work is not known beforehand.
-    """
-    config = prepared.config
-    assert config.budget is not None
-    watch.waits_for_server = not config.model.in_process
-    with doing("hashing the files that the run reads"):
-        contents = run_contents(config)
-    location = RunLocation.of(config, identity(config, contents), contents)
-    typed = [key for key in sorted(config.typed) if key.startswith(PLANNED_KEYS)]
-    price = config.model.price if config.budget.usd else None
-    key = short_hash([location.run_id, config.stages, config.budget.text, typed, price])
-    file = location.outputs / location.suite / BUDGETS / f"{key}.json"
-    plan = read_plan(file)
-    timed = None
-    if plan is None:
-        check_budget(config)
-        location.find()  # outputs that cannot be written are refused before anything is timed
-        silence_transformers()
-        set_threads(config)
-        with doing("choosing sizes for the budget"):
-            if config.study:
-                assert prepared.reader is not None, "other studies were refused"
-                plan, timed = plan_study(config, prepared.reader, console, watch)
-            else:
-                plan, timed = plan_run(config, prepared.reader, console, watch)
-        write_plan(file, plan)
-    for line in plan.lines():
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-    return BudgetedRun(
-        with_settings(config, plan.settings), plan, timed.lm if timed else None
-    )
-
-
 @contextmanager
 def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator[None]:
     """Give a run with a budget of time its deadline, and record all the while how much of it is used."""
@@ -373,48 +303,6 @@ def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator
 
     with repeating(record, RECORD_SECONDS):
         yield
-
-
-def _spending(config: Config, run: Run) -> Spending:
-    """What a served run spent so far, killed sessions among it, and may spend."""
-    rows = run.out.rows_without_error(PREDICTIONS)
-    recorded = run.out.status().get("spent", {}).get(EVALUATE, {})
-    read = sum(row.get("prompt_tokens") or 0 for row in rows)
-    written = sum(row.get("reply_tokens") or 0 for row in rows)
-    # What a killed session took stands in its rows alone, and what was not kept in the record alone.
-    tokens = max(
-        read + written,
-        recorded.get("prompt_tokens", 0) + recorded.get("reply_tokens", 0),
-    )
-    budget = config.budget
-    price = run.model.price
-    recorded_usd = recorded.get("usd", 0.0)
-    usd = max(price_of(read, written, price) or 0.0, recorded_usd)
-    if usd > recorded_usd:
-        run.out.spend(EVALUATE, {"usd": usd - recorded_usd}, {})
-    probe = _record_probe(config, run)
-    tokens += probe.get("prompt_tokens", 0) + probe.get("reply_tokens", 0)
-    usd += probe.get("usd", 0.0)
-    expected = 0.0
-    if budget and (budget.tokens or budget.usd):
-        estimate = estimate_served(config, run.backend.profile, run.encoder)
-        amount = float(estimate.tokens) if budget.tokens else estimate.cost or 0.0
-        expected = amount / max(len(run.evaluation), 1)
-    return Spending(budget, price, tokens, usd, expected)
-
-
-def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
-    """Record what asking the server before this session took; return that of all sessions."""
-    server = config.server
-    if server and server.tokens_read:
-        read, written = server.tokens_read, server.tokens_written
-        amounts: dict[str, float] = {"prompt_tokens": read, "reply_tokens": written}
-        cost = price_of(read, written, run.model.price)
-        if cost is not None:
-            amounts["usd"] = cost
-        run.out.spend(PROBE, amounts, {})
-    spent: Mapping[str, Any] = run.out.status().get("spent", {}).get(PROBE, {})
-    return spent
 
 
 def _seconds_used(out: RunDir) -> float:
@@ -456,8 +344,11 @@ def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:
 
 def _announce_long_run(config: Config, run: Run) -> None:
     """Say that a run will take long on this machine, with a budget that would do."""
-    if "lm" not in vars(run):
+    if "lm" not in vars(run) or Costs.of(run.lm).parameters < LIGHT_PARAMETERS:
         return
+    from posbench.pipeline.budget import describe_long_run
+    from posbench.pipeline.study_budget import describe_long_study
+
     with doing("estimating the time of the run"):
         line = describe_long_study(config, run) or describe_long_run(config, run)
     if line:
@@ -553,7 +444,15 @@ def claim_run(
         with doing("checking the model with its longest prompt"):
             server_facts = probe_model(config, run)
     if config.uses_model and not config.model.in_process:
-        _announce_cost(config, run, existing)
+        from posbench.pipeline import served_run
+
+        made = 0
+        is_needed = True
+        if existing:
+            is_needed = not _has_ended(existing, config) or bool(existing.damaged())
+            made = len(existing.rows_without_error(PREDICTIONS))
+        if is_needed:
+            served_run.announce_cost(config, run, made)
     title = [config.study_name or config.task.name]
     if config.uses_model:
         title = [config.model.name, *title, config.choice.name]
@@ -678,7 +577,9 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         UserError: The weights are not the checkpoint's, NaN comes out, or the server does not answer.
     """
     if not config.model.in_process:
-        return _check_backend(config, run)
+        from posbench.pipeline import served_run
+
+        return served_run.check_backend(config, run)
     if config.uses_model:
         vocabulary = families.text_config(run.lm.model).vocab_size
         num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
@@ -695,60 +596,6 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
             ):
                 probe(lm, ids)
     return {}
-
-
-def _announce_cost(config: Config, run: Run, existing: RunDir | None) -> None:
-    """Say what the requests take that a served run lacks, and ask where they cost money.
-
-    Raises:
-        UserError: The user does not agree, or nobody can be asked.
-    """
-    made = 0
-    if existing:
-        if _has_ended(existing, config) and not existing.damaged():
-            return
-        made = len(existing.rows_without_error(PREDICTIONS))
-    if not isinstance(run.backend, Endpoint):
-        return
-    run.backend.check(any(example.choices for example in run.evaluation))
-    estimate = estimate_served(config, run.backend.profile, run.encoder)
-    share = 1 - made / max(len(run.evaluation), 1)
-    if share <= 0:
-        return
-    estimate = estimate.times(share)
-    line = estimate.line(config.model.concurrency)
-    run.console.print(line, soft_wrap=True, markup=False, highlight=False)
-    need_consent(config, estimate, run.console)
-
-
-def _check_backend(config: Config, run: Run) -> dict[str, Any]:
-    """Ask a backend something first, say what its answers tell, and return that for the record."""
-    backend = run.backend
-    backend.check(any(example.choices for example in run.evaluation))
-    facts: dict[str, Any] = {
-        "decoding": backend.decoding,
-        "delivery": backend.profile.delivery_facts,
-    }
-    if isinstance(backend, Endpoint):
-        facts["served_replies"] = _describe_server(config, run, backend)
-    return facts
-
-
-def _describe_server(config: Config, run: Run, endpoint: Endpoint) -> str:
-    """Say what a server takes, and compare it with its checkpoint; return what that told."""
-    models = [model.id for model in endpoint.models()]
-    name = config.model.server_name
-    if models and name not in models:
-        listed = ", ".join(models[:MAX_LISTED_MODELS])
-        message = f"server: it lists {listed}, not {name}, and answers all the same"
-        run.console.print(message, soft_wrap=True, markup=False)
-    for line in describe_endpoint(endpoint):
-        run.console.print(line, soft_wrap=True, markup=False)
-    comparison = compare_with_checkpoint(
-        endpoint, run.encoder, config.model, config.task
-    )
-    run.console.print(comparison, soft_wrap=True, markup=False)
-    return comparison
 
 
 def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:

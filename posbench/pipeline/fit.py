@@ -71,6 +71,12 @@ class FitToModel:
         self.asks_calibration = asks_calibration or "search" in config.stages
         self.adjustments = dict[str, Adjustment]()
 
+    def fit_to_tokenizer(self, faults: Faults) -> None:
+        """Fit task, search and study to the tokenizer and the window; collect what the user has to change."""
+        for fit in (self.fit_task, self.fit_search, self.fit_study):
+            with faults.collecting():
+                fit()
+
     def fit_task(self) -> None:
         """Shorten replies, and put fewer items into a prompt.
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from posbench import paths, versions
-from posbench.backends.choice import backend_class, make_backend
 from posbench.errors import UserError
 from posbench.files import sources
 from posbench.files.atomic import short_hash
@@ -86,6 +85,8 @@ def input_sources(config: Config) -> list[sources.Source]:
     if config.uses_model:
         needed += config.model.files
         if config.model.backend:
+            from posbench.backends.choice import make_backend
+
             needed += make_backend(config.model).files()
         needed += config.choice.files()
         for choice in config.all_methods.values():
@@ -248,6 +249,8 @@ def _classes(config: Config) -> list[type]:
     classes: list[type] = [*config.choice.classes]
     classes += [choice.cls for choice in config.all_methods.values()]
     if config.uses_model and not config.model.in_process:
+        from posbench.backends.choice import backend_class
+
         classes.append(backend_class(config.model))
     if config.uses_task:
         classes += _classes_inside(config.task)

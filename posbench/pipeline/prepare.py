@@ -12,8 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from posbench import paths
-from posbench.backends.asking import check_server
-from posbench.backends.base import NO_WINDOW, text_encoder
 from posbench.errors import Faults, UserError, merge_errors
 from posbench.files.digests import (
     Content,
@@ -35,12 +33,6 @@ from posbench.pipeline.identity import (
     input_sources,
     model_identity,
     need_constants_of_weights,
-)
-from posbench.pipeline.served import (
-    ASSUMED_TOKENS_PER_CHARACTER,
-    LARGER_WINDOW,
-    check_prompts_arrive,
-    probe_server_if_it_answers,
 )
 from posbench.report.text import template_sentence
 from posbench.run.base import Run
@@ -133,26 +125,19 @@ def _prepare(
     with faults.collecting():
         _check_constants(config)
     silence_transformers()
-    is_served = not config.model.in_process
-    if is_served:
-        config = probe_server_if_it_answers(config, budget)
-    fit, long_prompts = _fit(config, composed, asks_calibration, faults)
-    if is_served and not faults.found:
-        checked = check_prompts_arrive(fit.config, config, budget)
-        if checked.model == fit.config.model:
-            fit.config = checked
-        else:
-            # The server reads less than it says.
-            fit, long_prompts = _fit(checked, composed, asks_calibration, faults)
-            _blame_server(faults, checked)
-    encoder = fit.reader
-    if not is_served:
+    notes: list[str] = []
+    if config.model.in_process:
+        fit = FitToModel(config, read_checkpoint(config.model), asks_calibration)
+        _note_method_left_out(fit, composed.raw["method"]["name"])
+        fit.fit_to_tokenizer(faults)
         with faults.collecting():
             fit.fit_batches()
-        _check_parts(fit.config, encoder, faults)
-    server_warnings = tuple[str, ...]()
-    with faults.collecting():
-        server_warnings = check_server(config.model, fit.config.task, encoder)
+        _check_parts(fit.config, fit.reader, faults)
+    else:
+        from posbench.pipeline.fit_served import fit_to_server
+
+        fit, notes = fit_to_server(config, asks_calibration, budget, faults)
+    encoder = fit.reader
     faults.raise_any()
     warnings = list(composed.notes)
     warnings += [
@@ -171,57 +156,8 @@ def _prepare(
         warnings += filter(
             None, (calibration_overlap(c, config.task) for c in config.constants)
         )
-    warnings += [*long_prompts, *server_warnings, *_dequantised(config.model.files)]
+    warnings += [*notes, *_dequantised(config.model.files)]
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
-
-
-def _fit(
-    config: Config, composed: ComposedConfig, asks_calibration: bool, faults: Faults
-) -> tuple[FitToModel, list[str]]:
-    """Fit the defaults of a run to its model; also return which prompts do not fit a server, in words.
-
-    Args:
-        config: The run.
-        composed: Its config as composed.
-        asks_calibration: Whether calibration prompts are asked beside those of the stages.
-        faults: Where what the user has to change is collected.
-    """
-    # A served model's tokenizer stands in for a checkpoint.
-    is_served = not config.model.in_process
-    encoder: Any = (
-        text_encoder(config.model) if is_served else read_checkpoint(config.model)
-    )
-    fit = FitToModel(config, encoder, asks_calibration)
-    long_prompts: list[str] = []
-    _note_method_left_out(fit, composed.raw["method"]["name"])
-    if encoder.tokenizer:
-        with faults.collecting():
-            fit.fit_task()
-        with faults.collecting():
-            fit.fit_search()
-        with faults.collecting():
-            fit.fit_study()
-    else:
-        with faults.collecting():
-            fit.leave_prompts_uncut()
-        with faults.collecting():
-            long_prompts = _fit_to_server(fit, encoder)
-    return fit, long_prompts
-
-
-def _blame_server(faults: Faults, config: Config) -> None:
-    """Say in each fault that a server reads only the beginning, or another part, of long prompts."""
-    delivery = str(config.server.delivery) if config.server else ""
-    blamed = []
-    for error in faults.found:
-        for fault in error.faults:
-            allowed, hint = fault.allowed, fault.hint
-            if delivery not in allowed:
-                allowed += f"; {delivery}"
-            if LARGER_WINDOW not in hint:
-                hint += f"; or {LARGER_WINDOW}"
-            blamed.append(UserError(fault.field, fault.value, allowed, hint))
-    faults.found = blamed
 
 
 def _template_warnings(config: Config, encoder: Encoder) -> list[str]:
@@ -242,32 +178,6 @@ def _check_constants(config: Config) -> None:
     here = all(cached_path(source) for source in config.model.files)
     if config.constants and here:
         need_constants_of_weights(config, read_contents(config.model.files))
-
-
-def _fit_to_server(fit: FitToModel, encoder: Encoder) -> list[str]:
-    """Fit prompts to the window of a server whose tokenizer is not known; return what does not fit, in words.
-
-    Raises:
-        UserError: The user typed what does not fit.
-    """
-    server = fit.config.server
-    if server is None or encoder.context_window >= NO_WINDOW:
-        return []
-    delivery = server.delivery
-    is_cut = delivery is not None and delivery.limit is not None
-    per_character = server.tokens_per_character
-    overhead = server.overhead_tokens
-    if is_cut and per_character is None:
-        per_character = ASSUMED_TOKENS_PER_CHARACTER
-    if per_character is None:
-        return []
-    long_prompts = fit.fit_by_characters(per_character, overhead)
-    if is_cut and long_prompts:
-        # They would be answered all the same.
-        allowed = f"shorter prompts: {delivery}"
-        hint = f"{LARGER_WINDOW}, or leave out what is longer"
-        raise UserError("task", fit.config.task.name, allowed, hint)
-    return long_prompts
 
 
 def _dequantised(needed: Sequence[Source]) -> list[str]:

@@ -18,7 +18,7 @@ from posbench.stats.frames import (
     rows_over_all_positions,
 )
 from posbench.stats.position_bias import MINUS_HALF, STATISTICS
-from posbench.tasks.nq_multidoc import WHOLE_REPLY
+from posbench.tasks.scorers import WHOLE_REPLY
 
 LATEX_PARAGRAPH_CHARACTERS = 24
 """Length from which on a LaTeX column breaks its lines."""

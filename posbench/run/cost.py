@@ -52,6 +52,10 @@ class InspectionPasses(NamedTuple):
     shared: bool = False
 
 
+LIGHT_PARAMETERS = 10_000_000
+"""A model with fewer parameters is not timed before a run without a budget: an hour of it is rare."""
+
+
 @dataclass(frozen=True)
 class WorkEstimate:
     """What a stage asks of the model at most, of all its methods together.

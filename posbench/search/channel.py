@@ -21,11 +21,6 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel, check_layers, scale_layer_range
 from posbench.model.lm import length_batches
-from posbench.plots.search import (
-    candidate_label,
-    candidate_losses_figure,
-    channel_figure,
-)
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
@@ -474,6 +469,8 @@ class ChannelSearch(DeploySearch):
 
     def sections(self, read: Read) -> list[Section]:
         """The candidate chosen for deployment, the ten best by loss, and the channel's values over token positions."""
+        from posbench.plots.search import channel_figure
+
         sections = self.shipped_sections(read)
         table = read("search")
         channels = read("channels")
@@ -490,6 +487,8 @@ class ChannelSearch(DeploySearch):
 
 def _candidate_section(table: pd.DataFrame, rescored: bool) -> Section:
     """The ten best candidates of ``search.csv``; ``rescored``: whether some were scored again as shipped."""
+    from posbench.plots.search import candidate_label, candidate_losses_figure
+
     mode = ", the last token alone scaled" if rescored else ""
     text = f"The ten best of {len(table)} candidates by loss on the calibration examples{mode}."
     if not table["selected"].any():

@@ -6,7 +6,7 @@ import numpy as np
 
 from posbench.late import pd
 from posbench.stats.position_bias import shuffled_gaps
-from posbench.tasks.nq_multidoc import WHOLE_REPLY
+from posbench.tasks.scorers import WHOLE_REPLY
 
 ALPHA = 0.01
 """Level of the test of whether what the whole reply adds varies with the gold position."""

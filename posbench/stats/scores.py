@@ -25,7 +25,7 @@ from posbench.stats.bootstrap import (
 from posbench.stats.first_line import first_line_note
 from posbench.stats.position_bias import CurveIntervals, StatisticRow
 from posbench.tasks.base import Task
-from posbench.tasks.nq_multidoc import WHOLE_REPLY
+from posbench.tasks.scorers import WHOLE_REPLY
 
 _SCORE = ("metric", "value", "n", "ci_low", "ci_high", "seed")
 METRIC_COLUMNS = ("model", "method", "task", "gold_position", "depth", *_SCORE, "note")

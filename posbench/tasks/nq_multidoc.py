@@ -13,7 +13,7 @@ from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import GoldPositionTask, Spans, joined
 from posbench.tasks.reading import Line, Row, parse_rows, read_data_rows, refuse
-from posbench.tasks.scorers import best_subspan_em, first_line
+from posbench.tasks.scorers import WHOLE_REPLY, best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 REPOSITORY = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}"
@@ -25,8 +25,6 @@ INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results "
     "(some of which might be irrelevant)."
 )
-WHOLE_REPLY = "whole_reply"
-"""The metric that reads all of a reply, where the benchmark reads its first line."""
 Prompt = Literal["official", "query_aware", "random_order", "closed_book", "oracle"]
 
 

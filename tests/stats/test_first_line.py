@@ -11,7 +11,8 @@ from posbench.report.text import headline
 from posbench.stats.first_line import first_line_note
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Example
-from posbench.tasks.nq_multidoc import WHOLE_REPLY, NQMultiDoc
+from posbench.tasks.nq_multidoc import NQMultiDoc
+from posbench.tasks.scorers import WHOLE_REPLY
 from tests.messages import assert_names
 
 POSITIONS = (0, 4, 9)

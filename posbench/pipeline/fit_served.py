@@ -1,0 +1,107 @@
+"""A run fitted to a model that is not in this process: to its tokenizer, or to what its server tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posbench.backends.asking import check_server
+from posbench.backends.base import NO_WINDOW, text_encoder
+from posbench.errors import Faults, UserError
+from posbench.model.encode import Encoder
+from posbench.pipeline.config import Config
+from posbench.pipeline.fit import FitToModel
+from posbench.pipeline.served import (
+    ASSUMED_TOKENS_PER_CHARACTER,
+    LARGER_WINDOW,
+    check_prompts_arrive,
+    probe_server_if_it_answers,
+)
+from posbench.run.budget import Budget
+
+
+def fit_to_server(
+    config: Config, asks_calibration: bool, budget: Budget | None, faults: Faults
+) -> tuple[FitToModel, list[str]]:
+    """Ask a server what it takes, and fit the defaults of a run to that.
+
+    Args:
+        config: The run.
+        asks_calibration: Whether calibration prompts are asked beside those of the stages.
+        budget: What asking may take; None: the budget of the config, if it has one.
+        faults: Where what the user has to change is collected.
+
+    Returns:
+        The fitted run; and in words which prompts do not fit, and what differs from a model in process.
+    """
+    config = probe_server_if_it_answers(config, budget)
+    fit, notes = _fit(config, asks_calibration, faults)
+    if not faults.found:
+        checked = check_prompts_arrive(fit.config, config, budget)
+        if checked.model == fit.config.model:
+            fit.config = checked
+        else:
+            # The server reads less than it says.
+            fit, notes = _fit(checked, asks_calibration, faults)
+            _blame_server(faults, checked)
+    with faults.collecting():
+        notes += check_server(config.model, fit.config.task, fit.reader)
+    return fit, notes
+
+
+def _fit(
+    config: Config, asks_calibration: bool, faults: Faults
+) -> tuple[FitToModel, list[str]]:
+    """Fit a run to the tokenizer, or without one to the window; also return which prompts do not fit, in words."""
+    # A served model's tokenizer stands in for a checkpoint.
+    reader: Any = text_encoder(config.model)
+    fit = FitToModel(config, reader, asks_calibration)
+    notes: list[str] = []
+    if fit.reader.tokenizer:
+        fit.fit_to_tokenizer(faults)
+        return fit, notes
+    with faults.collecting():
+        fit.leave_prompts_uncut()
+    with faults.collecting():
+        notes = _fit_to_window(fit, fit.reader)
+    return fit, notes
+
+
+def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
+    """Fit prompts to the window of a server whose tokenizer is not known; return what does not fit, in words.
+
+    Raises:
+        UserError: The user typed what does not fit.
+    """
+    server = fit.config.server
+    if server is None or encoder.context_window >= NO_WINDOW:
+        return []
+    delivery = server.delivery
+    is_cut = delivery is not None and delivery.limit is not None
+    per_character = server.tokens_per_character
+    overhead = server.overhead_tokens
+    if is_cut and per_character is None:
+        per_character = ASSUMED_TOKENS_PER_CHARACTER
+    if per_character is None:
+        return []
+    long_prompts = fit.fit_by_characters(per_character, overhead)
+    if is_cut and long_prompts:
+        # They would be answered all the same.
+        allowed = f"shorter prompts: {delivery}"
+        hint = f"{LARGER_WINDOW}, or leave out what is longer"
+        raise UserError("task", fit.config.task.name, allowed, hint)
+    return long_prompts
+
+
+def _blame_server(faults: Faults, config: Config) -> None:
+    """Say in each fault that a server reads only the beginning, or another part, of long prompts."""
+    delivery = str(config.server.delivery) if config.server else ""
+    blamed = []
+    for error in faults.found:
+        for fault in error.faults:
+            allowed, hint = fault.allowed, fault.hint
+            if delivery not in allowed:
+                allowed += f"; {delivery}"
+            if LARGER_WINDOW not in hint:
+                hint += f"; or {LARGER_WINDOW}"
+            blamed.append(UserError(fault.field, fault.value, allowed, hint))
+    faults.found = blamed

@@ -1,0 +1,114 @@
+"""A run whose model is not in this process: what it is told first, and what it spends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posbench.backends.asking import compare_with_checkpoint
+from posbench.backends.served import MAX_LISTED_MODELS, Endpoint
+from posbench.pipeline.config import Config
+from posbench.pipeline.served import describe_endpoint, estimate_served, need_consent
+from posbench.run.base import Run
+from posbench.run.budget import Spending, price_of
+from posbench.run.folder import PREDICTIONS
+from posbench.run.replies import STAGE
+
+PROBE = "probe"
+"""What was asked of a server before the questions, in the record of what a run spent."""
+
+
+def spending(config: Config, run: Run) -> Spending:
+    """What a served run spent so far, killed sessions among it, and may spend."""
+    rows = run.out.rows_without_error(PREDICTIONS)
+    recorded = run.out.status().get("spent", {}).get(STAGE, {})
+    read = sum(row.get("prompt_tokens") or 0 for row in rows)
+    written = sum(row.get("reply_tokens") or 0 for row in rows)
+    # What a killed session took stands in its rows alone, and what was not kept in the record alone.
+    tokens = max(
+        read + written,
+        recorded.get("prompt_tokens", 0) + recorded.get("reply_tokens", 0),
+    )
+    budget = config.budget
+    price = run.model.price
+    recorded_usd = recorded.get("usd", 0.0)
+    usd = max(price_of(read, written, price) or 0.0, recorded_usd)
+    if usd > recorded_usd:
+        run.out.spend(STAGE, {"usd": usd - recorded_usd}, {})
+    probe = _record_probe(config, run)
+    tokens += probe.get("prompt_tokens", 0) + probe.get("reply_tokens", 0)
+    usd += probe.get("usd", 0.0)
+    expected = 0.0
+    if budget and (budget.tokens or budget.usd):
+        estimate = estimate_served(config, run.backend.profile, run.encoder)
+        amount = float(estimate.tokens) if budget.tokens else estimate.cost or 0.0
+        expected = amount / max(len(run.evaluation), 1)
+    return Spending(budget, price, tokens, usd, expected)
+
+
+def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
+    """Record what asking the server before this session took; return that of all sessions."""
+    server = config.server
+    if server and server.tokens_read:
+        read, written = server.tokens_read, server.tokens_written
+        amounts: dict[str, float] = {"prompt_tokens": read, "reply_tokens": written}
+        cost = price_of(read, written, run.model.price)
+        if cost is not None:
+            amounts["usd"] = cost
+        run.out.spend(PROBE, amounts, {})
+    spent: Mapping[str, Any] = run.out.status().get("spent", {}).get(PROBE, {})
+    return spent
+
+
+def announce_cost(config: Config, run: Run, made: int) -> None:
+    """Say what the requests take that a served run lacks, and ask where they cost money.
+
+    Args:
+        config: The run.
+        run: The same run.
+        made: Rows that it has already.
+
+    Raises:
+        UserError: The user does not agree, or nobody can be asked.
+    """
+    if not isinstance(run.backend, Endpoint):
+        return
+    run.backend.check(any(example.choices for example in run.evaluation))
+    estimate = estimate_served(config, run.backend.profile, run.encoder)
+    share = 1 - made / max(len(run.evaluation), 1)
+    if share <= 0:
+        return
+    estimate = estimate.times(share)
+    line = estimate.line(config.model.concurrency)
+    run.console.print(line, soft_wrap=True, markup=False, highlight=False)
+    need_consent(config, estimate, run.console)
+
+
+def check_backend(config: Config, run: Run) -> dict[str, Any]:
+    """Ask a backend something first, say what its answers tell, and return that for the record."""
+    backend = run.backend
+    backend.check(any(example.choices for example in run.evaluation))
+    facts: dict[str, Any] = {
+        "decoding": backend.decoding,
+        "delivery": backend.profile.delivery_facts,
+    }
+    if isinstance(backend, Endpoint):
+        facts["served_replies"] = _describe_server(config, run, backend)
+    return facts
+
+
+def _describe_server(config: Config, run: Run, endpoint: Endpoint) -> str:
+    """Say what a server takes, and compare it with its checkpoint; return what that told."""
+    models = [model.id for model in endpoint.models()]
+    name = config.model.server_name
+    if models and name not in models:
+        listed = ", ".join(models[:MAX_LISTED_MODELS])
+        message = f"server: it lists {listed}, not {name}, and answers all the same"
+        run.console.print(message, soft_wrap=True, markup=False)
+    for line in describe_endpoint(endpoint):
+        run.console.print(line, soft_wrap=True, markup=False)
+    comparison = compare_with_checkpoint(
+        endpoint, run.encoder, config.model, config.task
+    )
+    run.console.print(comparison, soft_wrap=True, markup=False)
+    return comparison
