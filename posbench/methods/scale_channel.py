@@ -46,15 +46,16 @@ SEARCH_SUBJECT = "the search's channel"
 STRONGEST_SUBJECT = "the strongest positional channel"
 
 DYNAMIC = (
-    "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt "
-    "that is prefilled in two parts, as here and in generation, differs from one pass"
+    "%s has rope_type dynamic: past its trained length the frequencies change with every token, so that tokens "
+    "in a cache, of a generation or of a prompt that is prefilled in two parts, have others than in one pass"
 )
 CHUNKED = (
     "scale_channel needs a prompt whole, as its last tokens are scaled: drop prefill_chunk_size, and give "
     "generate() the tokens in the cache, too"
 )
 _MARK = "posbench_scaled_in"
-_CANDIDATES = "posbench_candidates"
+_OF_GENERATE = "posbench_of_generate"
+"""Argument that marks the forward of a prompt as one of ``generate``."""
 
 
 def scale_cached_keys(
@@ -286,7 +287,10 @@ class ScaleChannel(Method):
 
         @wraps(forward)
         def scaled_forward(*args: Any, **kwargs: Any) -> Any:
-            num_candidates = kwargs.pop(_CANDIDATES, 0)
+            num_candidates = 0
+            if kwargs.pop(_OF_GENERATE, False):
+                # In assisted generation candidates for the reply follow on the prompt.
+                num_candidates = max(kwargs.get("logits_to_keep", 1) - 1, 0)
             call = bind_call(signature, args, kwargs)
             cache = call.pop("past_key_values", None)
             if cache is None or cache.get_seq_length() == 0:
@@ -314,10 +318,7 @@ class ScaleChannel(Method):
                 vars(cache).update(vars(transformers.DynamicCache(config=model.config)))
                 delattr(cache, _MARK)
                 kwargs["next_sequence_length"] = None
-            inputs = prepare_inputs(*args, **kwargs)
-            # In assisted generation candidates for a reply follow on the prompt.
-            num_candidates = kwargs.get("logits_to_keep", 1) - 1
-            return inputs | {_CANDIDATES: num_candidates} if num_candidates else inputs
+            return {**prepare_inputs(*args, **kwargs), _OF_GENERATE: True}
 
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with (

@@ -675,7 +675,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
     All else :func:`posbench.pipeline.prepare.prepare` has refused.
 
     Returns:
-        How a server decodes, for the provenance; nothing for a model in process.
+        For the provenance, how a server decodes, or the ``dtype`` of the weights in process.
 
     Raises:
         UserError: The weights are not the checkpoint's, NaN comes out, or the server does not answer.
@@ -697,6 +697,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
                 probe_items(lm, ids),
             ):
                 probe(lm, ids)
+        return {"dtype": str(run.lm.model.dtype).removeprefix("torch.")}
     return {}
 
 
