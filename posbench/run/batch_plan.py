@@ -390,12 +390,7 @@ class BatchPlan:
         capacity = self.runtime.shared_bytes // token_size
         longest = max(map(len, prompts)) + 1
         max_tokens = self.runtime.batch_tokens or capacity
-        batch_tokens = max_tokens
-        if 2 * max_tokens > capacity:
-            # What a batch's prompts share stands beside it once.
-            share = build_prefix_trie(prompts).size / sum(map(len, prompts))
-            batch_tokens = min(max_tokens, int(capacity / (1 + share)))
-        batch_tokens = max(batch_tokens, longest)
+        batch_tokens = max(min(max_tokens, capacity // 2), longest)
         if capacity - batch_tokens < longest:
             needed_mib = -(-2 * longest * token_size // 2**20)
             self.notes.append(
