@@ -23,23 +23,16 @@ Table = tuple[Tensor, Tensor]
 """cos and sin."""
 
 
-class _Column(NamedTuple):
-    """What a channel adds to unrotated queries or keys: its column of the projection, head by head.
+class _Columns(NamedTuple):
+    """What a channel adds to unrotated queries and keys: its columns of their projections, head by head.
 
     Attributes:
-        straight: The column, [1, H, 1, d].
-        turned: The column rotated by a right angle.
+        query: [1, H, 1, d].
+        key: [1, G, 1, d].
     """
 
-    straight: Tensor
-    turned: Tensor
-
-    def rotated(self, table: Table | None) -> Tensor:
-        """The column at the positions of a table, [B or 1, 1, T, d] each; the rotation is linear in cos and sin."""
-        if table is None:
-            return self.straight
-        cos, sin = table
-        return (self.straight * cos).addcmul_(self.turned, sin)
+    query: Tensor
+    key: Tensor
 
 
 @dataclass
@@ -65,8 +58,8 @@ class LastRows:
     tokens: Literal["both", "last", "earlier"] = "both"
     # By layer, the attention input and its rotation, from the hook before a module to the function inside it.
     _inputs: dict[int, tuple[Tensor, Table | None]] = field(default_factory=dict)
-    # By width of the rotation, and then by layer and channel, the columns for queries and for keys.
-    _columns: dict[int, dict[tuple[int, int], tuple[_Column, _Column]]] = field(
+    # By width of the rotation, and then by layer and channel, the columns, and the same turned by a right angle.
+    _columns: dict[int, dict[tuple[int, int], tuple[_Columns, _Columns]]] = field(
         default_factory=dict
     )
 
@@ -139,25 +132,26 @@ class LastRows:
         last = slice(first_row, None)
         scaled = {"both": slice(None), "last": last, "earlier": slice(first_row)}
         key_tokens = scaled[self.tokens]
-        query_table = key_table = None
         if table is not None:
             cos, sin = _per_coordinate(table, key.shape[-1])
-            query_table = cos[:, :, last], sin[:, :, last]
-            key_table = cos[:, :, key_tokens], sin[:, :, key_tokens]
         for channel in self.channels:
             # (s - 1) h_p, [B, 1, T, 1]
             share = (hidden[..., channel] * (self.factor - 1))[:, None, :, None]
-            query_column, key_column = columns[layer, channel]
-            key_term = key_column.rotated(key_table)
-            key[:, :, key_tokens].addcmul_(key_term, share[:, :, key_tokens])
-            if self.tokens != "earlier":
-                query_term = query_column.rotated(query_table)
-                last_query = torch.addcmul(last_query, query_term, share[:, :, last])
+            straight, turned = columns[layer, channel]
+            terms = [(share, straight)]
+            if table is not None:
+                # A rotation is linear in cos and sin.
+                terms = [(share * cos, straight), (share * sin, turned)]
+            for amount, column in terms:
+                key[:, :, key_tokens].addcmul_(amount[:, :, key_tokens], column.key)
+                if self.tokens != "earlier":
+                    last_amount = amount[:, :, last]
+                    last_query = last_query.addcmul(last_amount, column.query)
         return last_query
 
     def _read_columns(
         self, rotating_layer: int, head_size: int, table: Table | None
-    ) -> dict[tuple[int, int], tuple[_Column, _Column]]:
+    ) -> dict[tuple[int, int], tuple[_Columns, _Columns]]:
         """The columns of all layers, read at the first call: a few operations, not a few for each layer."""
         width = 0 if table is None else table[0].shape[-1]
         if width in self._columns:
@@ -181,10 +175,9 @@ class LastRows:
                 turned = F.pad(turned[..., :width], (0, head_size - width))
             for i, (layer, channel, query, _) in enumerate(group):
                 heads = len(query) // head_size
-                rows = straight[i : i + 1], turned[i : i + 1]
                 columns[layer, channel] = (
-                    _Column(*(row[:, :heads] for row in rows)),
-                    _Column(*(row[:, heads:] for row in rows)),
+                    _Columns(straight[i : i + 1, :heads], straight[i : i + 1, heads:]),
+                    _Columns(turned[i : i + 1, :heads], turned[i : i + 1, heads:]),
                 )
         return columns
 
