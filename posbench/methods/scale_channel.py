@@ -1,9 +1,12 @@
 """Scale one hidden-state channel for the last token's attention (Yu et al. 2025, Section 3.3, Eq. 2-3).
 
-Earlier tokens never see the scaled queries and keys. The prompt is therefore prefilled without the method,
-the cached keys get the rank-1 term ``(s - 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled
-inputs to the query and key projections. Where keys are no linear function of the input (norms or clamps
-behind the projection, quantised or adapted weights) they are projected again from the stored attention input.
+Earlier tokens never see the scaled queries and keys, which differ by the rank-1 term ``(s - 1) h_p RoPE(W[:, p])``.
+A prompt therefore runs in one pass, in which the last tokens attend once more; see :mod:`posbench.model.last_rows`.
+
+It runs in two where a prefill is shared, something else listens to the attention, or queries and keys are no linear
+function of the input (norms or clamps behind the projection, quantised or adapted weights): all earlier tokens are
+prefilled without the method, the cached keys get the term, or are projected again from the stored attention input,
+and the last tokens run with scaled inputs to the query and key projections.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from posbench.methods.base import (
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.hooks import fork_cache, replace_attribute
+from posbench.model.last_rows import LastRows
 from posbench.model.lm import LM
 from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix, recording_inputs
 from posbench.schema import Count, Factor
@@ -42,10 +46,16 @@ SEARCH_SUBJECT = "the search's channel"
 STRONGEST_SUBJECT = "the strongest positional channel"
 
 DYNAMIC = (
-    "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt "
-    "that is prefilled in two parts, as here and in generation, differs from one pass"
+    "%s has rope_type dynamic: past its trained length the frequencies change with every token, so that tokens "
+    "in a cache, of a generation or of a prompt that is prefilled in two parts, have others than in one pass"
+)
+CHUNKED = (
+    "scale_channel needs a prompt whole, as its last tokens are scaled: drop prefill_chunk_size, and give "
+    "generate() the tokens in the cache, too"
 )
 _MARK = "posbench_scaled_in"
+_OF_GENERATE = "posbench_of_generate"
+"""Argument that marks the forward of a prompt as one of ``generate``."""
 
 
 def scale_cached_keys(
@@ -159,6 +169,9 @@ class ScaleChannel(Method):
         tokens: Whose inputs are scaled: ``both`` (paper), those of the ``last`` rows and generated tokens
             alone (their queries and own keys), or the keys of all ``earlier`` ones. The two halves are ours.
 
+    A forward with an empty cache is a prompt, also where ``generate`` goes on from a filled one; tokens of a forward
+    on a filled cache count as generated.
+
     Source: Yu et al. 2025, Eq. 2-3.
     Differs from source: the authors' program projects queries and keys a second time in every layer; this one
     adds the same amount as a rank-1 term (equal in exact arithmetic), and serves batches with left padding.
@@ -264,16 +277,26 @@ class ScaleChannel(Method):
         """See :meth:`Method.changed`."""
         model = lm.model
         forward = model.forward
+        prepare_inputs = model.prepare_inputs_for_generation
         signature = inspect.signature(forward)
         # Marks the caches that this block has filled; a copy of one keeps the mark.
         block_id = uuid.uuid4().hex
+        last_rows = LastRows(
+            model, self.channels, self.factor, self.layer_indices, self.tokens
+        )
 
         @wraps(forward)
         def scaled_forward(*args: Any, **kwargs: Any) -> Any:
+            num_candidates = 0
+            if kwargs.pop(_OF_GENERATE, False):
+                # In assisted generation candidates for the reply follow on the prompt.
+                num_candidates = max(kwargs.get("logits_to_keep", 1) - 1, 0)
             call = bind_call(signature, args, kwargs)
             cache = call.pop("past_key_values", None)
             if cache is None or cache.get_seq_length() == 0:
-                return self._run_prompt(model, forward, cache, block_id, call)
+                return self._run_prompt(
+                    last_rows, forward, cache, block_id, num_candidates, call
+                )
             shared_prefix = vars(cache).pop(PREFIX_ATTRIBUTE, None)
             if shared_prefix is not None:
                 cache.layers = scale_cached_keys(shared_prefix, model, self).layers
@@ -283,9 +306,26 @@ class ScaleChannel(Method):
                 raise ValueError(f"{problem}: run the prompt inside")
             return self.continue_with(model, forward, past_key_values=cache, **call)
 
+        @wraps(prepare_inputs)
+        def prepare_scaled_inputs(*args: Any, **kwargs: Any) -> Any:
+            if not (self.needs_prompt and kwargs.get("is_first_iteration")):
+                return prepare_inputs(*args, **kwargs)
+            cache = kwargs.get("past_key_values")
+            if getattr(cache, _MARK, None) == block_id:
+                if not kwargs.get("next_sequence_length"):
+                    raise ValueError(CHUNKED)
+                # All tokens of the prompt are here: those in the cache were scaled as if they were its end.
+                vars(cache).update(vars(transformers.DynamicCache(config=model.config)))
+                delattr(cache, _MARK)
+                kwargs["next_sequence_length"] = None
+            return {**prepare_inputs(*args, **kwargs), _OF_GENERATE: True}
+
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with (
             replace_attribute(model, "forward", scaled_forward),
+            replace_attribute(
+                model, "prepare_inputs_for_generation", prepare_scaled_inputs
+            ),
             replace_attribute(model.generation_config, "use_cache", True),
         ):
             yield
@@ -303,19 +343,21 @@ class ScaleChannel(Method):
 
     def _run_prompt(
         self,
-        model: PreTrainedModel,
+        last_rows: LastRows,
         forward: Callable[..., Any],
         cache: Any,
         block_id: str,
+        num_candidates: int,
         call: dict[str, Any],
     ) -> Any:
-        """Prefill all tokens but the last n unmodified, scale the cached keys, run the last n scaled.
+        """Run a whole prompt, in one pass where the model and the cache allow it.
 
         Args:
-            model: The model.
-            forward: Its unmodified forward.
+            last_rows: What scales the last tokens in one pass.
+            forward: The model's unmodified forward.
             cache: The empty cache of the call, or None.
             block_id: What marks the cache as filled here.
+            num_candidates: Tokens behind the prompt, which count as generated.
             call: The other arguments of the call, by name.
 
         Returns:
@@ -325,9 +367,10 @@ class ScaleChannel(Method):
             raise ValueError(
                 "output_attentions is not available inside the block: use lm.last_attention()"
             )
-        logits_to_keep = call.pop("logits_to_keep", 0)
-        labels = call.pop("labels", None)
+        model = last_rows.model
         use_cache = call.pop("use_cache", None)
+        if use_cache is None:
+            use_cache = families.text_config(model).use_cache
         return_dict = call.pop("return_dict", None)
         if cache is None:
             cache = transformers.DynamicCache(config=model.config)
@@ -336,58 +379,94 @@ class ScaleChannel(Method):
         _, num_tokens = input_shape(call)
         num_scaled = num_tokens
         if isinstance(self.last, int):
-            num_scaled = min(self.last, num_tokens)
-        num_unscaled = num_tokens - num_scaled
+            num_scaled = min(self.last + num_candidates, num_tokens)
 
-        outputs = []
-        if num_unscaled:
-            inputs = _select_tokens(call, slice(0, num_unscaled), num_tokens)
-            inputs["logits_to_keep"] = 0
-            if isinstance(logits_to_keep, int) and logits_to_keep:
-                # Fewer than 1 cannot be asked for: the one spare row is dropped again below.
-                inputs["logits_to_keep"] = max(logits_to_keep - num_scaled, 1)
-            prefix, output = record_prefix(
-                model,
-                forward,
-                self.channels,
-                self.layer_indices,
-                past_key_values=cache,
-                **inputs,
+        whole = {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        if num_scaled == num_tokens:
+            output = self.continue_with(model, forward, **whole, **call)
+        elif _keys_stay(cache) and LastRows.fits(model, self.layer_indices):
+            with last_rows.scaling(num_scaled):
+                output = forward(**whole, **call)
+        else:
+            output = self._run_parts(
+                model, forward, cache, num_tokens - num_scaled, num_tokens, call
             )
-            cache.layers = scale_cached_keys(prefix, model, self).layers
-            outputs.append(output)
-        inputs = _select_tokens(call, slice(num_unscaled, num_tokens), num_tokens)
-        inputs["use_cache"] = True
-        inputs["logits_to_keep"] = 0
-        if isinstance(logits_to_keep, int):
-            inputs["logits_to_keep"] = min(logits_to_keep, num_scaled)
-        output = self.continue_with(model, forward, past_key_values=cache, **inputs)
-        outputs.append(output)
         setattr(cache, _MARK, block_id)
+        if not use_cache:
+            output.past_key_values = None
+        return output.to_tuple() if return_dict is False else output
+
+    def _run_parts(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        cache: Any,
+        num_unscaled: int,
+        num_tokens: int,
+        call: Mapping[str, Any],
+    ) -> Any:
+        """Prefill all tokens but the last n unmodified, scale the cached keys, run the last n scaled.
+
+        Args:
+            model: The model.
+            forward: Its unmodified forward.
+            cache: The empty cache.
+            num_unscaled: Tokens before the last n.
+            num_tokens: All tokens.
+            call: The other arguments of the call.
+
+        Returns:
+            Loss, logits, cache and hidden states.
+        """
+        inputs = dict(call)
+        logits_to_keep = inputs.pop("logits_to_keep", 0)
+        labels = inputs.pop("labels", None)
+        num_scaled = num_tokens - num_unscaled
+        is_count = isinstance(logits_to_keep, int)
+
+        earlier_inputs = _select_tokens(inputs, slice(0, num_unscaled), num_tokens)
+        earlier_inputs["logits_to_keep"] = 0
+        if is_count and logits_to_keep:
+            # Fewer than 1 cannot be asked for: the one spare row is dropped again below.
+            earlier_inputs["logits_to_keep"] = max(logits_to_keep - num_scaled, 1)
+        prefix, earlier = record_prefix(
+            model,
+            forward,
+            self.channels,
+            self.layer_indices,
+            past_key_values=cache,
+            **earlier_inputs,
+        )
+        cache.layers = scale_cached_keys(prefix, model, self).layers
+        last_inputs = _select_tokens(
+            inputs, slice(num_unscaled, num_tokens), num_tokens
+        )
+        last_inputs["logits_to_keep"] = 0
+        if is_count:
+            last_inputs["logits_to_keep"] = min(logits_to_keep, num_scaled)
+        last = self.continue_with(
+            model, forward, past_key_values=cache, use_cache=True, **last_inputs
+        )
 
         # The last so many (-0 takes all), or those that a tensor names.
-        is_count = isinstance(logits_to_keep, int)
         kept_tokens = slice(-logits_to_keep, None) if is_count else logits_to_keep
-        logits = torch.cat([part.logits for part in outputs], dim=1)[:, kept_tokens]
+        logits = torch.cat([earlier.logits, last.logits], dim=1)[:, kept_tokens]
         hidden_states = None
-        if output.hidden_states is not None:
-            by_layer = zip(*(part.hidden_states for part in outputs), strict=True)
+        if last.hidden_states is not None:
+            by_layer = zip(earlier.hidden_states, last.hidden_states, strict=True)
             hidden_states = tuple(torch.cat(states, dim=1) for states in by_layer)
-        config = families.text_config(model)
         loss = None
         if labels is not None:
+            vocabulary = families.text_config(model).vocab_size
             loss = model.loss_function(
-                logits=logits, labels=labels, vocab_size=config.vocab_size
+                logits=logits, labels=labels, vocab_size=vocabulary
             )
-        if use_cache is None:
-            use_cache = config.use_cache
-        whole_output = transformers.modeling_outputs.CausalLMOutputWithPast(
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=cache if use_cache else None,
+            past_key_values=cache,
             hidden_states=hidden_states,
         )
-        return whole_output.to_tuple() if return_dict is False else whole_output
 
     def _check_padding(self, mask: Any) -> None:
         """Raise ValueError where a row's last tokens are padding."""
@@ -399,6 +478,15 @@ class ScaleChannel(Method):
             raise ValueError(
                 "scale_channel needs prompts that are padded on the left, not on the right"
             )
+
+
+def _keys_stay(cache: Any) -> bool:
+    """Whether a cache keeps the very tensors that attention reads, and no gradient does: they can be scaled there."""
+    cache_utils = transformers.cache_utils
+    growing = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer
+    if getattr(cache, "offloading", False) or torch.is_grad_enabled():
+        return False
+    return all(type(layer) in growing for layer in cache.layers)
 
 
 def _check_cache(cache: Any) -> None:

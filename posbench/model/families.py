@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -248,8 +248,19 @@ def on_query_key_input(
     query_projection = getattr(attention, family.query)
     key_projection = getattr(attention, family.key)
 
-    def change_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (change(args[0]), *args[1:])
+    # What the query projection's input became, until the key projection reads the same input.
+    changed_inputs: list[tuple[Tensor, Tensor]] = []
+
+    def change_query_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        changed = change(args[0])
+        changed_inputs[:] = [(args[0], changed)]
+        return (changed, *args[1:])
+
+    def change_key_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, changed = changed_inputs.pop() if changed_inputs else (None, None)
+        if hidden is not args[0]:
+            changed = change(args[0])
+        return (changed, *args[1:])
 
     def change_rows(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         # forward(), not a call of the module: that would come back here.
@@ -261,8 +272,8 @@ def on_query_key_input(
 
     if family.fused is None:
         return [
-            query_projection.register_forward_pre_hook(change_input),
-            key_projection.register_forward_pre_hook(change_input),
+            query_projection.register_forward_pre_hook(change_query_input),
+            key_projection.register_forward_pre_hook(change_key_input),
         ]
     return [key_projection.register_forward_hook(change_rows)]
 
@@ -288,20 +299,55 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
 
     Not so behind a norm or a clamp, and not for quantised, adapted or offloaded projections.
     """
+    return _makes_linear_keys(family_of(model), attention_modules(model)[layer])
+
+
+def queries_and_keys_are_linear(
+    model: PreTrainedModel, layers: Collection[int]
+) -> bool:
+    """Whether the queries of all these layers, too, depend linearly on the attention input; see
+    :func:`keys_are_linear`."""
     family = family_of(model)
-    attention = attention_modules(model)[layer]
-    key_projection = getattr(attention, family.key)
-    # Subclasses are quantised or adapted, but for Falcon's, which only orders the sum its own way.
-    is_plain = (
-        type(key_projection) is nn.Linear
-        or type(key_projection).__name__ == "FalconLinear"
+    modules = attention_modules(model)
+    return all(
+        _makes_linear_keys(family, modules[layer])
+        and _is_plain(getattr(modules[layer], family.query))
+        for layer in layers
     )
-    if not is_plain or family.key_norm:
-        return False
-    # accelerate's hook brings an offloaded weight; without it the model is an outline without any weights.
-    if key_projection.weight.is_meta and hasattr(key_projection, "_hf_hook"):
+
+
+def _makes_linear_keys(family: Family, attention: nn.Module) -> bool:
+    if not _is_plain(getattr(attention, family.key)) or family.key_norm:
         return False
     return not (family.clip and getattr(attention, family.clip))
+
+
+def _is_plain(projection: nn.Module) -> bool:
+    """Whether a projection is a product with a weight that can be read."""
+    # Subclasses are quantised or adapted, but for Falcon's, which only orders the sum its own way.
+    is_linear = (
+        type(projection) is nn.Linear or type(projection).__name__ == "FalconLinear"
+    )
+    if not is_linear:
+        return False
+    # accelerate's hook brings an offloaded weight; without it the model is an outline without any weights.
+    return not (projection.weight.is_meta and hasattr(projection, "_hf_hook"))
+
+
+def query_key_columns(
+    model: PreTrainedModel, layer: int, channel: int
+) -> tuple[Tensor, Tensor]:
+    """A channel's columns of the query and key projections, without biases, [H * d] and [G * d]."""
+    family = family_of(model)
+    attention = attention_modules(model)[layer]
+    query_column = getattr(attention, family.query).weight[:, channel]
+    key_column = getattr(attention, family.key).weight[:, channel]
+    if family.fused is None:
+        return query_column, key_column
+    query_rows, key_rows = _fused_rows(
+        model, layer, len(key_column), device=key_column.device
+    )
+    return query_column[query_rows], key_column[key_rows]
 
 
 def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> Tensor:
@@ -363,10 +409,9 @@ def rotate(
     Returns:
         [B, G, T, d].
     """
-    family = family_of(model)
-    attention = attention_modules(model)[layer]
-    if rotary is None or (family.rope_if and not getattr(attention, family.rope_if)):
+    if rotary is None or not rotates(model, layer):
         return x
+    attention = attention_modules(model)[layer]
     apply_rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     width = rotary[0].shape[-1]
     coordinates = x[..., :width]
@@ -375,6 +420,12 @@ def rotate(
     if width < x.shape[-1]:
         return torch.cat([rotated, x[..., width:]], dim=-1)
     return rotated
+
+
+def rotates(model: PreTrainedModel, layer: int) -> bool:
+    """Whether a layer applies the rotary embedding that it is given."""
+    switch = family_of(model).rope_if
+    return switch is None or bool(getattr(attention_modules(model)[layer], switch))
 
 
 def _count_heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:

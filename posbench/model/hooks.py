@@ -231,7 +231,12 @@ def count_hooks(model: PreTrainedModel) -> int:
         len(module._forward_hooks) + len(module._forward_pre_hooks)
         for module in model.modules()
     )
-    return hooks + len(_functions.get(id(model.config.get_text_config()), []))
+    return hooks + len(functions_in_front(model))
+
+
+def functions_in_front(model: PreTrainedModel) -> Sequence[AttentionFunction]:
+    """The functions in front of a model's attention kernel, the first one first."""
+    return _functions.get(id(model.config.get_text_config()), ())
 
 
 def _dispatch(kernel_name: str) -> AttentionFunction:

@@ -139,7 +139,7 @@ class ModelConfig:
     path: str = ""
     # hub branch, tag or commit; None takes the default branch, as cached if that is complete
     revision: str | None = None
-    # weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU
+    # weight type; ``auto`` is float32 on a CPU, and of 16 bits on a GPU, see ``default_dtype``
     dtype: Dtype = "auto"
     # attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT)
     attention: Kernel = "auto"
@@ -427,12 +427,12 @@ def _load_checkpoint(
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
-            dtype = _dtype(config, target)
+            dtype = _dtype(config, checkpoint.facts, target)
             model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=kernel,
-                experts_implementation=_experts_kernel(checkpoint.facts, dtype),
+                experts_implementation=_experts_kernel(dtype),
                 use_safetensors=True,
                 device_map=device_map or {"": target},
                 max_memory=max_memory,
@@ -446,24 +446,34 @@ def _load_checkpoint(
     return _with_reader(config, checkpoint, model)
 
 
-def _dtype(config: ModelConfig, device: torch.device) -> str:
-    """The weight type to load with; ``auto`` is the checkpoint's own."""
-    if config.dtype == "auto" and device.type == "cpu":
-        return "float32"
-    return config.dtype
+def default_dtype(
+    config: ModelConfig, facts: PreTrainedConfig, device: torch.device
+) -> Dtype:
+    """The weight type where none is set: float32 on a CPU; on a GPU the checkpoint's own if it has 16 bits, else
+    bfloat16.
 
-
-def _experts_kernel(config: PreTrainedConfig, dtype: str) -> str | None:
-    """The implementation of experts to load with; None leaves the choice to transformers.
-
-    Its fast one knows no float64.
+    The embedded models are small and were trained in float32, in which they stay.
 
     Args:
         config: Of the model.
-        dtype: The weight type; ``auto`` is that of the config.
+        facts: The checkpoint's config; one without a type is taken for float32.
+        device: Where the model runs.
     """
-    if dtype == "auto":
-        dtype = str(config.get_text_config().dtype).removeprefix("torch.")
+    if device.type == "cpu" or config.path.startswith(paths.EMBEDDED):
+        return "float32"
+    own = str(facts.get_text_config().dtype).removeprefix("torch.")
+    return "float16" if own == "float16" else "bfloat16"
+
+
+def _dtype(config: ModelConfig, facts: PreTrainedConfig, device: torch.device) -> Dtype:
+    """The weight type to load with."""
+    if config.dtype == "auto":
+        return default_dtype(config, facts, device)
+    return config.dtype
+
+
+def _experts_kernel(dtype: Dtype) -> str | None:
+    """The implementation of experts; None leaves the choice to transformers, whose fast one knows no float64."""
     return "eager" if dtype == "float64" else None
 
 
@@ -483,15 +493,12 @@ def load_without_weights(
                 with safe_open(folder / name, "pt"):
                     pass  # its header tells whether all of it is there
         kernel = usable_kernel(checkpoint.facts, config.attention)
-        dtype = _dtype(config, target)
-        # from_config takes no "auto", which is what it does by itself.
-        settings = {} if dtype == "auto" else {"dtype": dtype}
         model = transformers.AutoModelForCausalLM.from_config(
             checkpoint.facts,
             attn_implementation=kernel,
             # The other kernels of experts know one dtype on the meta device, or none.
             experts_implementation="batched_mm",
-            **settings,
+            dtype=_dtype(config, checkpoint.facts, target),
         )
     return _with_reader(config, checkpoint, model)
 

@@ -571,7 +571,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
     All else :func:`posbench.pipeline.prepare.prepare` has refused.
 
     Returns:
-        How a backend decodes, for the provenance; nothing for a model in process.
+        For the provenance, how a backend decodes, or the ``dtype`` of the weights in process.
 
     Raises:
         UserError: The weights are not the checkpoint's, NaN comes out, or the server does not answer.
@@ -595,6 +595,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
                 probe_items(lm, ids),
             ):
                 probe(lm, ids)
+        return {"dtype": str(run.lm.model.dtype).removeprefix("torch.")}
     return {}
 
 

@@ -208,7 +208,7 @@ class Entry:
 
     @cached_property
     def origin(self) -> str:
-        """Models, versions, hardware and dates of the runs, in one line."""
+        """Models, versions, hardware, dates, and weights of 16 bits of the runs, in one line."""
         models = [(run.config().get("model") or {}).get("name") for run in self.runs]
         provenances = [run.facts(PROVENANCE) for run in self.runs]
         provenances = [provenance for provenance in provenances if provenance]
@@ -225,6 +225,9 @@ class Entry:
             )
         for provenance in provenances:
             texts.append(str(provenance.get("hardware", "")))
+            dtype = provenance.get("dtype", "float32")
+            if dtype != "float32":
+                texts.append(f"weights in {dtype}")
         days = sorted(
             str(provenance.get("started", ""))[:10] for provenance in provenances
         )

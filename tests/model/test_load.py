@@ -22,7 +22,7 @@ from posbench.methods import ScaleChannel
 from posbench.methods.choice import all_choices
 from posbench.model.guard import probe
 from posbench.model.lm import LM
-from posbench.model.load import load
+from posbench.model.load import default_dtype, load, model_config, read_checkpoint
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
@@ -162,7 +162,7 @@ def test_weights_that_do_not_fit_the_device(
         load(checkpoint, device="cpu")
 
 
-def test_auto_keeps_the_precision_of_a_checkpoint_except_on_a_cpu(
+def test_auto_is_float32_on_a_cpu_and_16_bits_on_a_gpu(
     tmp_path: Path, checkpoint: Path
 ) -> None:
     posbench.load(checkpoint).model.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -171,6 +171,40 @@ def test_auto_keeps_the_precision_of_a_checkpoint_except_on_a_cpu(
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert load(tmp_path).model.dtype == torch.float32
     assert load(tmp_path, dtype="bfloat16").model.dtype == torch.bfloat16
+
+    gpu = torch.device("cuda:0")
+    facts = read_checkpoint(model_config(str(tmp_path))).facts
+    for own, expected in (
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("float32", "bfloat16"),
+        (None, "bfloat16"),  # a config, or a GGUF file, that says nothing
+    ):
+        facts.dtype = own
+        config = model_config(str(tmp_path))
+        assert default_dtype(config, facts, gpu) == expected
+        assert default_dtype(config, facts, torch.device("cpu")) == "float32"
+    assert default_dtype(model_config("tiny"), facts, gpu) == "float32"
+
+
+def test_a_typed_precision_wins_on_a_gpu(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is made up, and nothing is loaded: what transformers would be asked for."""
+    from posbench.model import load as module
+
+    monkeypatch.setattr(module, "torch_device", lambda _: torch.device("cuda"))
+    asked = []
+
+    def keep(*_: object, **settings: object) -> None:
+        asked.append(settings["dtype"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", keep)
+    for typed in ("auto", "float32", "float16"):
+        with pytest.raises(KeyboardInterrupt):
+            load(checkpoint, dtype=typed)
+    assert asked == ["bfloat16", "float32", "float16"]
 
 
 def test_averages_of_a_low_precision_model_are_summed_in_full(checkpoint: Path) -> None:

@@ -1,5 +1,7 @@
 """What a run is told to take, against the run: tokens that the model reads, operations and bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rich.console import Console
@@ -188,10 +190,12 @@ def test_time_is_the_formula_by_hand():
     flops = 2 * 5 * 600 + 4 * 2 * 3 * 1000 + 2 * 1 * 10
     assert shape.prefill_flops(work) == flops
     assert shape.flops(work) == flops + 2 * 5 * 190 + 4 * 2 * 3 * 5000 + 2 * 190
-    read = 20 * 7 * 2 + 5000 * 8 * 2
-    assert shape.seconds(work) == pytest.approx(
-        flops / (0.4 * 989e12) + read / (0.6 * 3.35e12)
-    )
+    # So small a model waits for the program: 0.7 ms a layer.
+    prefills = flops / (0.4 * 989e12)
+    assert shape.seconds(work) == pytest.approx(prefills + 20 * 2 * 0.7e-3)
+    large = replace(shape, cache_numbers=8 * 10**9)
+    read = 20 * 7 * 2 + 5000 * 8e9 * 2
+    assert large.seconds(work) == pytest.approx(prefills + read / (0.6 * 3.35e12))
     assert (
         shape.memory_bytes(work) == 14 + 64 * 16 + 300 * 4 and shape.devices(work) == 1
     )

@@ -191,7 +191,7 @@ class Latency(TimingStudy):
 
     @inference_mode
     def search(self, lm: LM) -> list[Row]:
-        """Time a forward for each candidate against one prefill for all; their losses are equal bit by bit."""
+        """Time a forward for each candidate against one prefill for all; their losses are equal up to rounding."""
         width = lm.model.config.hidden_size
         layers = scale_layer_range((10, 25), lm.layers)
         settings = product(range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0))
@@ -205,17 +205,20 @@ class Latency(TimingStudy):
         ).tolist()
         pair = (ids[: self.search_tokens], ids[self.search_tokens :])
 
-        def shared_prefill() -> list[float]:
-            return candidate_losses(lm, [pair], candidates)[1:, 0].tolist()
+        found: dict[str, torch.Tensor] = {}
 
-        def separate_forwards() -> list[float]:
+        def shared_prefill() -> None:
+            losses = candidate_losses(lm, [pair], candidates)[1:, 0]
+            found["shared"] = torch.from_numpy(losses)
+
+        def separate_forwards() -> None:
             losses = []
             inputs, targets = lm.pad_with_answers([pair])
             for candidate in candidates:
                 with replace(candidate, last=ANSWER_TOKENS).applied(lm):
                     output = lm.model(**inputs, logits_to_keep=ANSWER_TOKENS)
                     losses.append(lm.answer_nats(output.logits, targets))
-            return torch.cat(losses).double().tolist()
+            found["separate"] = torch.cat(losses).double().cpu()
 
         ways = {
             "one forward per candidate": separate_forwards,
@@ -224,7 +227,12 @@ class Latency(TimingStudy):
         tokens = f"{self.search_tokens} + {ANSWER_TOKENS} tokens"
         work = f"{len(candidates)} candidates, {tokens}"
         half_as_often = replace(self, repeats=max(1, self.repeats // 2))
-        return half_as_often.compared(work, ways, lm.device)
+        rows = half_as_often.compared(work, ways, lm.device)
+        allowed = torch.finfo(lm.model.dtype).eps ** 0.5
+        apart = float((found["shared"] - found["separate"]).abs().max())
+        if not apart <= allowed:
+            raise RuntimeError(f"{work}: the losses lie {apart:.2g} nats apart")
+        return rows
 
 
 def _published_ratios(paper: str | None) -> pd.DataFrame:
