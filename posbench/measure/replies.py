@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from posbench.errors import UserError
 from posbench.files.atomic import round_values
@@ -16,6 +16,20 @@ from posbench.model.prefix import Prefix
 from posbench.model.thinking import opens_thinking, split_thinking
 from posbench.stats.outcomes import ANSWERED
 from posbench.tasks import Example, Task
+
+
+class BatchShape(NamedTuple):
+    """How large a batch may be, and how much of it a prompt takes.
+
+    Attributes:
+        max_tokens: Tokens of a batch at most, padding and replies counted; None: see what takes it.
+        rows: Rows of the batch for each prompt, which each have a reply.
+        copies: How many times the tokens of each prompt are in memory.
+    """
+
+    max_tokens: int | None = None
+    rows: int = 1
+    copies: int = 1
 
 
 def generation_budget(encoder: Encoder, task: Task, example: Example) -> int:
@@ -123,8 +137,8 @@ def plan_batches(
     task: Task,
     examples: Sequence[Example],
     encoded: Mapping[str, Encoded],
-    max_prompts: int,
-    max_tokens: int | None,
+    max_rows: int,
+    shape: BatchShape,
     boundary: int | None = None,
 ) -> list[list[Example]]:
     """Put examples that are decoded alike into batches.
@@ -133,8 +147,8 @@ def plan_batches(
         task: The examples' task.
         examples: What to put into batches.
         encoded: Their prompts as tokens, by id.
-        max_prompts: Prompts of a batch at most.
-        max_tokens: Tokens of a batch at most, padding and reply counted; None for any number.
+        max_rows: Rows of a batch at most.
+        shape: What of a batch each prompt takes, and the tokens of a batch at most.
         boundary: See :func:`posbench.model.lm.length_batches`.
 
     Returns:
@@ -151,9 +165,13 @@ def plan_batches(
         groups.setdefault(decoding, []).append(example)
     result = []
     for (has_choices, max_new_tokens, *_), members in groups.items():
-        reply_tokens = 0 if has_choices else max_new_tokens
-        lengths = [len(encoded[member.id].ids) + reply_tokens for member in members]
-        for batch in length_batches(lengths, max_prompts, max_tokens, boundary):
+        reply_tokens = 0 if has_choices else shape.rows * max_new_tokens
+        lengths = [
+            shape.copies * len(encoded[member.id].ids) + reply_tokens
+            for member in members
+        ]
+        max_prompts = max(max_rows // shape.rows, 1)
+        for batch in length_batches(lengths, max_prompts, shape.max_tokens, boundary):
             result.append([members[i] for i in batch])
     return sorted(result, key=lambda batch: -len(encoded[batch[0].id].ids))
 

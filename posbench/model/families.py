@@ -314,7 +314,8 @@ def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
     """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from [B, T, D]."""
     key_projection = getattr(attention_modules(model)[layer], family_of(model).key)
-    return _select_keys(model, layer, key_projection(hidden))
+    # forward(), not a call of the module: a change of its input by on_query_key_input() is not meant.
+    return _select_keys(model, layer, key_projection.forward(hidden))
 
 
 def keys_for_cache(

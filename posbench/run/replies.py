@@ -13,7 +13,7 @@ from posbench.files.atomic import Row, short_hash
 from posbench.late import pd
 from posbench.measure import served
 from posbench.measure.outcomes import decide_outcome, holds_answer
-from posbench.measure.replies import reply_to_batch
+from posbench.measure.replies import BatchShape, reply_to_batch
 from posbench.methods import Method
 from posbench.model.answers import Reply
 from posbench.model.delivery import RowCheck
@@ -91,6 +91,9 @@ def plan_replies(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
+        return [row for part in plan.parts(batch) for row in reply_to(part)]
+
+    def reply_to(batch: Sequence[Request]) -> list[Row]:
         asked_prompts = [plan.asked_prompt(request) for request in batch]
         examples = [prompt.example for prompt in asked_prompts]
         prompts = {prompt.example.id: prompt.encoded for prompt in asked_prompts}
@@ -105,13 +108,13 @@ def plan_replies(
         return rows
 
     def make_batches(
-        examples: Sequence[Example], prompts: Prompts, max_tokens: int | None
+        examples: Sequence[Example], prompts: Prompts, shape: BatchShape
     ) -> list[list[Example]]:
-        return run.prompts.batches(examples, prompts, max_tokens=max_tokens)
+        return run.prompts.batches(examples, prompts, shape=shape)
 
     if examples is None:
         examples = run.evaluation
-    plan = BatchPlan(subjects, examples, encoded, make_batches)
+    plan = BatchPlan(subjects, examples, encoded, make_batches, packs=True)
     return plan, compute
 
 
