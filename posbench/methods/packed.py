@@ -54,18 +54,15 @@ def packed(
     Args:
         lm: The model, for which :func:`can_pack` holds.
         prefix: The prefill, with what the methods record of it.
-        methods: The methods, each with a :meth:`Method.continuation`.
+        methods: The methods, each with a :meth:`Method.continuation`, whose :meth:`Method.check` has accepted the
+            model.
         keep_keys: Whether the scaled keys of a layer stay in memory; off where there is one forward.
 
     Yields:
         A prefill of M * B rows, method by method, which holds no keys: those of ``prefix`` are read in their place.
     """
-    continuations = []
-    for method in methods:
-        method.check(lm)
-        continuation = method.continuation()
-        assert continuation is not None, method
-        continuations.append(continuation)
+    continuations = [method.continuation() for method in methods]
+    assert can_pack(lm.model) and all(c is not None for c in continuations)
     pack = _Pack(lm.model, prefix, continuations, keep_keys)
     with exclusive(lm, "several methods at once", pack.changed()):
         yield Prefix(pack.empty_cache())
@@ -166,7 +163,7 @@ class _Pack:
         rows, key_heads, _, dim = key.shape
         tokens = query.shape[2]
         # [M * B, G, N, d], where N are the tokens of all H / G heads of a group.
-        queries = (query * scaling).view(rows, key_heads, -1, dim)
+        queries = (query * scaling).reshape(rows, key_heads, -1, dim)
         own_scores = self._by_prompt(queries @ key.transpose(-1, -2))
         scores = torch.cat(
             [
@@ -187,7 +184,7 @@ class _Pack:
         own_weights = weights[..., past:].permute(2, 0, 1, 3, 4).flatten(0, 1)
         output = shared_output.permute(2, 0, 1, 3, 4).flatten(0, 1)
         output = output + own_weights @ value
-        output = output.view(rows, -1, tokens, dim).transpose(1, 2)
+        output = output.reshape(rows, -1, tokens, dim).transpose(1, 2)
         return output.contiguous(), None
 
     def _by_prompt(self, states: Tensor) -> Tensor:

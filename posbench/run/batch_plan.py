@@ -579,6 +579,8 @@ class BatchPlan:
             return
         assert prefix is not None, "parts() takes methods apart that share no prefill"
         methods = [subject.method for subject in members]
+        for method in methods:
+            method.check(self.lm)
         with packed(self.lm, prefix, methods) as prefix_of_rows:
             yield prefix_of_rows
 
