@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,8 +125,14 @@ def plan_of(run, methods):
     return plan, compute
 
 
-def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
+def test_the_batches_of_a_method_do_not_depend_on_the_others_where_choices_are_scored(
+    asked,
+):
     run = run_of(*asked, *CHANNEL)
+    run.evaluation = [
+        replace(example, choices=(*example.answers, "other"))
+        for example in run.evaluation
+    ]
     methods = {UNMODIFIED: Unmodified(), "scale": run.method.build()}
     both, _ = plan_of(run, methods)
     for name, method in methods.items():
@@ -137,6 +144,70 @@ def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
         assert [batch[0].group for batch in own] == [
             batch[0].group for batch in alone.batches
         ]
+
+
+def several_methods(run):
+    """The unmodified model, two factors, and a method that decodes alone."""
+    scale = run.method.build()
+    return {
+        UNMODIFIED: Unmodified(),
+        "-1": scale,
+        "2": replace(scale, factor=2.0),
+        "all": replace(scale, last="all"),
+    }
+
+
+def test_methods_that_continue_one_prefill_share_batches(asked):
+    run = run_of(*asked, *CHANNEL, "runtime.batch_size=7")
+    plan, _ = plan_of(run, several_methods(run))
+    asked_keys = [tuple(r.key.values()) for batch in plan.batches for r in batch]
+    assert sorted(asked_keys) == sorted(tuple(r.key.values()) for r in plan.order)
+    for batch in plan.batches:
+        names = [request.subject.name for request in batch]
+        ids = [request.example.id for request in batch]
+        assert len({request.group for request in batch}) == 1
+        if names[0] == "all":
+            assert set(names) == {"all"}
+        else:
+            # Method by method, the same examples of each: 2 prompts are 6 of 7 rows.
+            together = [UNMODIFIED, "-1", "2"]
+            assert names == [name for name in together for _ in ids[::3]]
+            assert ids == ids[: len(ids) // 3] * 3 and len(ids) <= 6
+
+
+@pytest.mark.parametrize("batch_tokens", [700, 400])
+def test_a_batch_of_several_methods_keeps_to_its_tokens(asked, batch_tokens):
+    run = run_of(*asked, *CHANNEL, "task.max_new_tokens=40", "runtime.batch_size=64")
+    run.runtime = replace(run.runtime, batch_tokens=batch_tokens)
+    methods = several_methods(run) | {
+        f"{n}": replace(run.method.build(), factor=float(n)) for n in range(3, 9)
+    }
+    plan, _ = plan_of(run, methods)
+    sizes = []
+    for batch in plan.batches:
+        lengths = {r.example.id: len(plan.encoded[r.example.id].ids) for r in batch}
+        assert len(lengths) * max(lengths.values()) + 40 * len(batch) <= batch_tokens
+        sizes.append(len({r.subject.name for r in batch}))
+    assert max(sizes) > 1
+    estimated = plan.estimate("evaluate", answered=True)
+    assert estimated.batch_tokens <= batch_tokens
+
+
+def test_a_batch_that_was_split_gives_the_same_replies(asked):
+    run = run_of(*asked, *CHANNEL, "task.max_new_tokens=2", "runtime.batch_size=6")
+    plan, compute = plan_of(run, several_methods(run))
+    batches = [batch for batch in plan.batches if len(batch) == 6][::3]
+    # Of the second method one prompt, which cannot be decoded with two of the first.
+    assert [len(part) for part in plan.parts(batches[0][:3])] == [2, 1]
+    assert [len(part) for part in plan.parts(batches[0][2:])] == [4]
+    outputs = []
+    for batch in batches:
+        whole = [row["output"] for row in compute(batch)]
+        for end in (3, 4):
+            parts = batch[:end], batch[end:]
+            assert [row["output"] for part in parts for row in compute(part)] == whole
+        outputs += whole
+    assert len(set(outputs)) > 1, "equal replies would test nothing"
 
 
 def live():
