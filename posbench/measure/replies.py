@@ -44,29 +44,49 @@ def generation_budget(encoder: Encoder, task: Task, example: Example) -> int:
 
 
 def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
-    """Tokenise an example's prompt so that its answer fits behind it.
+    """Tokenise an example's prompt so that its answer fits behind it; see :func:`encode_prompts`."""
+    (encoded,) = encode_prompts(encoder, task, [example])
+    return encoded
+
+
+def encode_prompts(
+    encoder: Encoder, task: Task, examples: Sequence[Example]
+) -> list[Encoded]:
+    """Tokenise the prompts of examples so that the answer of each fits behind it.
 
     Raises:
-        UserError: The prompt does not fit, or the cut takes the gold item away.
+        UserError: A prompt does not fit, or the cut takes the gold item away.
     """
-    try:
-        encoded = encoder.encode(
-            example.prompt,
-            truncation=task.truncation,
-            reserve=generation_budget(encoder, task, example),
-            most=task.max_prompt_tokens,
-            document=example.document,
-            separator=example.separator,
-            chat=example.chat,
-            system=example.system,
-            prefill=example.prefill,
-        )
-    except PromptTooLong as error:
-        hint = task.how_to_shorten(example)
-        raise UserError(error.field, error.value, error.allowed, hint) from error
-    if encoded.dropped:
-        _need_gold_items(task, example, encoded)
-    return encoded
+    forms = [_form(example) for example in examples]
+    whole = encoder.encode_whole([example.prompt for example in examples], forms)
+    result = []
+    for example, form, encoded in zip(examples, forms, whole, strict=True):
+        try:
+            fitting = encoder.fit(
+                encoded,
+                form,
+                truncation=task.truncation,
+                reserve=generation_budget(encoder, task, example),
+                most=task.max_prompt_tokens,
+                document=example.document,
+                separator=example.separator,
+            )
+        except PromptTooLong as error:
+            hint = task.how_to_shorten(example)
+            raise UserError(error.field, error.value, error.allowed, hint) from error
+        if fitting.dropped:
+            _need_gold_items(task, example, fitting)
+        result.append(fitting)
+    return result
+
+
+def _form(example: Example) -> dict[str, Any]:
+    """How an example's prompt is rendered, see :meth:`Encoder.render`."""
+    return {
+        "chat": example.chat,
+        "system": example.system,
+        "prefill": example.prefill,
+    }
 
 
 def template_sources(encoder: Encoder, examples: Sequence[Example]) -> list[str]:
@@ -107,24 +127,14 @@ def encode_with_answer(
     encoder: Encoder, example: Example
 ) -> tuple[list[int], list[int]]:
     """Token ids of an example's prompt, uncut and in its form, and of the first answer after it."""
-    encoded = encoder.encode(
-        example.prompt,
-        chat=example.chat,
-        system=example.system,
-        prefill=example.prefill,
-    )
+    encoded = encoder.encode(example.prompt, **_form(example))
     return encoded.ids, encoder.continuation_ids(encoded, example.answers[0])
 
 
 def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
     """Tokenise an example's prompt, however long it is."""
     unlimited: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
-    return unlimited.encode(
-        example.prompt,
-        chat=example.chat,
-        system=example.system,
-        prefill=example.prefill,
-    )
+    return unlimited.encode(example.prompt, **_form(example))
 
 
 def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.measure.items import item_tokens
-from posbench.measure.replies import BatchShape, encode_prompt, plan_batches
+from posbench.measure.replies import BatchShape, encode_prompts, plan_batches
 from posbench.methods import Method
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.items import ItemPrompt
@@ -51,7 +51,8 @@ class PromptBatcher:
         """
         task = task or self.task
         with doing(f"tokenising {len(examples):,} prompts"):
-            encoded = {e.id: encode_prompt(self.encoder, task, e) for e in examples}
+            prompts = encode_prompts(self.encoder, task, examples)
+        encoded = {e.id: prompt for e, prompt in zip(examples, prompts, strict=True)}
         if self.reads_items and isinstance(self.encoder, LM):
             for example in examples:
                 prompt = encoded[example.id]
