@@ -65,6 +65,11 @@ BATCHES_PER_GROUP = 2
 what processes share out."""
 
 
+MIN_SAVED_SHARE = 0.1
+"""Prompts under one method share a prefill where that saves this share of their tokens: keeping and gathering what is
+shared takes about as long as computing so much."""
+
+
 class Subject(NamedTuple):
     """A method under test in a run; its rows go to the run's folder under this name."""
 
@@ -322,9 +327,16 @@ class BatchPlan:
             methods = [subject.method for subject in members]
             prefill_method = methods[0].prefill() if groups else None
             if prefill_method:
+                different: list[Example] = []
                 for shared in groups:
-                    group = PrefillGroup(shared, prefill_method, methods)
-                    self._add_shared_group(number, group, members, batch_tokens)
+                    if self._saves_tokens(shared, len(methods)):
+                        group = PrefillGroup(shared, prefill_method, methods)
+                        self._add_shared_group(number, group, members, batch_tokens)
+                    else:
+                        different += shared
+                for batch in self._make_batches(different, self.encoded, BatchShape()):
+                    group = PrefillGroup(batch, None, methods)
+                    self._add_group(number, group, members, [batch])
                 continue
             if groups:
                 self.notes.append(
@@ -333,6 +345,14 @@ class BatchPlan:
             for batch in single_batches:
                 group = PrefillGroup(batch, None, methods)
                 self._add_group(number, group, members, [batch])
+
+    def _saves_tokens(self, examples: Sequence[Example], num_methods: int) -> bool:
+        """Whether a shared prefill reads so much less than each prompt under each method that it is worth a store."""
+        if num_methods > 1:
+            return True
+        prompts = self._prefills.prompts(examples)
+        num_asked = sum(map(len, prompts))
+        return build_prefix_trie(prompts).size <= (1 - MIN_SAVED_SHARE) * num_asked
 
     def _add_group(
         self,
