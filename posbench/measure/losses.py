@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from posbench.late import Tensor, inference_mode, torch, transformers
 from posbench.methods import Method, ScaleChannel, Unmodified
-from posbench.methods.packed import can_pack, packed
+from posbench.methods.packed import can_pack, continuation_of, packed
 from posbench.methods.scale_channel import record_prefix
 from posbench.model.guard import guarded
 from posbench.model.hooks import fork_cache
@@ -66,7 +66,7 @@ def candidate_losses(
     )
     losses: dict[int, Tensor] = {}
     methods = [Unmodified(), *candidates]
-    continuing = [i for i, m in enumerate(methods) if m.continuation() is not None]
+    continuing = [i for i, m in enumerate(methods) if continuation_of(m) is not None]
     size = max(PACKED_TOKENS // targets.numel(), 1) if can_pack(model) else 1
     for start in range(0, len(continuing), size):
         pack = continuing[start : start + size]

@@ -178,7 +178,7 @@ class Method(ABC):
     def continuation(self) -> Continuation | None:
         """What it changes after the shared prefill, where that is all; then several methods are decoded as one batch.
 
-        None: it continues inside its own block, alone.
+        None: it continues inside its own block, alone. A subclass does so too, unless it says this again.
         """
         return None
 

@@ -32,6 +32,13 @@ def can_pack(model: PreTrainedModel) -> bool:
     return families.family_of(model).interface and kernel in KERNELS
 
 
+def continuation_of(method: Method) -> Continuation | None:
+    """What a method says of itself as a continuation; None where its class inherits that from one it may differ from."""
+    if "continuation" not in vars(type(method)):
+        return None
+    return method.continuation()
+
+
 def prompt_copies(model: PreTrainedModel, continuations: Sequence[Continuation]) -> int:
     """How many times the memory of their prompts several continuations need in one batch.
 
@@ -54,14 +61,14 @@ def packed(
     Args:
         lm: The model, for which :func:`can_pack` holds.
         prefix: The prefill, with what the methods record of it.
-        methods: The methods, each with a :meth:`Method.continuation`, whose :meth:`Method.check` has accepted the
+        methods: The methods, each with a :func:`continuation_of`, whose :meth:`Method.check` has accepted the
             model.
         keep_keys: Whether the scaled keys of a layer stay in memory; off where there is one forward.
 
     Yields:
         A prefill of M * B rows, method by method, which holds no keys: those of ``prefix`` are read in their place.
     """
-    continuations = [method.continuation() for method in methods]
+    continuations = [continuation_of(method) for method in methods]
     assert can_pack(lm.model) and all(c is not None for c in continuations)
     pack = _Pack(lm.model, prefix, continuations, keep_keys)
     with exclusive(lm, "several methods at once", pack.changed()):

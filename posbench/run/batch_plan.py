@@ -16,7 +16,12 @@ from posbench.files.atomic import Row
 from posbench.late import torch
 from posbench.measure.replies import BatchShape, generation_budget
 from posbench.methods import Method
-from posbench.methods.packed import can_pack, packed, prompt_copies
+from posbench.methods.packed import (
+    can_pack,
+    continuation_of,
+    packed,
+    prompt_copies,
+)
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
@@ -410,7 +415,7 @@ class BatchPlan:
         """The methods that decode examples together, in packs whose longest prompt fits into a batch."""
         if not self._packs_methods or not examples:
             return []
-        packable = [s for s in members if s.method.continuation() is not None]
+        packable = [s for s in members if continuation_of(s.method) is not None]
         length = max(len(self.encoded[example.id].ids) for example in examples)
         reply = max(self._reply_tokens(Request(members[0], e)) for e in examples)
         num_packs = 1
@@ -428,7 +433,7 @@ class BatchPlan:
 
     def _prompt_copies(self, members: Sequence[Subject]) -> int:
         """How many times a batch of several methods needs the memory of its prompts."""
-        continuations = [subject.method.continuation() for subject in members]
+        continuations = [continuation_of(subject.method) for subject in members]
         return prompt_copies(self.lm.model, [c for c in continuations if c is not None])
 
     def asked_prompt(self, request: Request) -> AskedPrompt:

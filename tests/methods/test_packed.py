@@ -6,7 +6,7 @@ import torch
 import posbench
 from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.layer_scaling import LayerScaling
-from posbench.methods.packed import can_pack, packed, prompt_copies
+from posbench.methods.packed import can_pack, continuation_of, packed, prompt_copies
 from posbench.model.hooks import count_hooks, intercepting_attention
 from posbench.model.store import PrefixStore
 from tests.models import VOCABULARY, build
@@ -105,10 +105,18 @@ def test_a_fork_leaves_the_pack_as_it_is():
 
 
 def test_who_may_share_a_batch():
-    assert all(method.continuation() is not None for method in METHODS)
+    assert all(continuation_of(method) is not None for method in METHODS)
+
+    class Stronger(ScaleChannel):
+        """It scales otherwise, and inherits what is said of its base class."""
+
+        def scale(self, hidden):
+            return super().scale(hidden) * 2
+
+    assert continuation_of(Stronger(channel=3, factor=0.0, layers=(0, 1))) is None
     several = ScaleChannel(channel=3, factor=0.0, layers=(0, 1), last=4)
-    assert several.continuation() is None
-    assert LayerScaling(scales=(1.0, 2.0)).continuation() is None
+    assert continuation_of(several) is None
+    assert continuation_of(LayerScaling(scales=(1.0, 2.0))) is None
 
 
 def test_models_whose_attention_cannot_be_formed_are_left_out():
