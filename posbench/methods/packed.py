@@ -33,7 +33,7 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 def continuation_of(method: Method) -> Continuation | None:
-    """What a method says of itself as a continuation; None where its class inherits that from one it may differ from."""
+    """A method as a continuation; None where its class inherits that from one from which it may differ."""
     if "continuation" not in vars(type(method)):
         return None
     return method.continuation()
@@ -68,8 +68,12 @@ def packed(
     Yields:
         A prefill of M * B rows, method by method, which holds no keys: those of ``prefix`` are read in their place.
     """
-    continuations = [continuation_of(method) for method in methods]
-    assert can_pack(lm.model) and all(c is not None for c in continuations)
+    continuations = []
+    for method in methods:
+        continuation = continuation_of(method)
+        assert continuation is not None, f"{method} continues in a block of its own"
+        continuations.append(continuation)
+    assert can_pack(lm.model), f"attention of {lm.name} runs in its own way"
     pack = _Pack(lm.model, prefix, continuations, keep_keys)
     with exclusive(lm, "several methods at once", pack.changed()):
         yield Prefix(pack.empty_cache())
