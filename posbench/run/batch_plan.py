@@ -332,13 +332,13 @@ class BatchPlan:
             methods = [subject.method for subject in members]
             prefill_method = methods[0].prefill() if groups else None
             if prefill_method:
-                different: list[Example] = []
+                in_groups = set[str]()
                 for shared in groups:
                     if self._saves_tokens(shared, len(methods)):
                         group = PrefillGroup(shared, prefill_method, methods)
                         self._add_shared_group(number, group, members, batch_tokens)
-                    else:
-                        different += shared
+                        in_groups.update(example.id for example in shared)
+                different = [e for e in examples if e.id not in in_groups]
                 for batch in self._make_batches(different, self.encoded, BatchShape()):
                     group = PrefillGroup(batch, None, methods)
                     self._add_group(number, group, members, [batch])

@@ -210,6 +210,25 @@ def test_a_batch_that_was_split_gives_the_same_replies(asked):
     assert len(set(outputs)) > 1, "equal replies would test nothing"
 
 
+def test_prompts_with_nothing_in_common_are_read_as_if_nothing_were_shared(asked):
+    few = [*asked, "task.positions=[0]", "task.max_new_tokens=2"]
+    shared, compute = plan_of(run_of(*few, *CHANNEL), {UNMODIFIED: Unmodified()})
+    apart, compute_apart = plan_of(
+        run_of(*few, *CHANNEL, "runtime.share=null"), {UNMODIFIED: Unmodified()}
+    )
+    assert not any(group.prefill_method for group in shared._groups)
+    assert not shared.notes, "the method could share, and the reader has nothing to do"
+    rows = [row for batch in shared.batches for row in compute(batch)]
+    assert rows == [row for batch in apart.batches for row in compute_apart(batch)]
+    assert shared.lm.tokens_read == apart.lm.tokens_read == shared.requested_tokens
+    # Under two methods each is read once, and at five positions the beginnings are.
+    run = run_of(*few, *CHANNEL)
+    two, _ = plan_of(run, several_methods(run))
+    assert all(group.prefill_method for group in two._groups[:-1])
+    five, _ = plan_of(run_of(*asked, *CHANNEL), {UNMODIFIED: Unmodified()})
+    assert all(group.prefill_method for group in five._groups)
+
+
 def live():
     """Bytes of all tensors that Python can see, each storage once."""
     gc.collect()
