@@ -245,9 +245,8 @@ def live():
 def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     run = run_of(*asked, *CHANNEL, "runtime.share=600KiB", "runtime.batch_tokens=null")
     plan, compute = plan_of(run, {"scale": run.method.build()})
-    assert all(group.prefill_method for group in plan._groups), (
-        "this memory is enough to share"
-    )
+    sharing = [b for b in plan.batches if plan._groups[b[0].group].prefill_method]
+    assert len(sharing) > 3, "this memory is enough to share"
     plan.lm.generate([[5, 6, 7]], max_new_tokens=1)
     before = live()
     peak = [0]
@@ -259,7 +258,7 @@ def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
         return prefix
 
     monkeypatch.setattr(PrefixStore, "prefix", measured)
-    for batch in plan.batches[:3]:
+    for batch in sharing[:3]:
         compute(batch)
     budget = run.runtime.shared_bytes
     assert 0.2 * budget < peak[0] <= budget, (peak[0], budget, token_bytes(plan.lm))
