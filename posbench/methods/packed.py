@@ -233,7 +233,7 @@ class _Pack:
                 term = key_term(self._prefix, self._model, layer, channels)
                 result.append(
                     _ScaledKeys(
-                        _as_slice(methods),
+                        _as_index(methods, cached.device),
                         term.to(cached.dtype).contiguous(),
                         cached.new_tensor(factors) - 1,
                     )
@@ -261,16 +261,16 @@ class _ScaledKeys(NamedTuple):
             place of those.
     """
 
-    methods: slice | list[int]
+    methods: slice | Tensor
     keys: Tensor
     factors: Tensor | None = None
 
 
-def _as_slice(numbers: list[int]) -> slice | list[int]:
+def _as_index(numbers: list[int], device: torch.device) -> slice | Tensor:
     """Rising numbers as a slice, which copies nothing, where they have no gap."""
     if numbers[-1] - numbers[0] == len(numbers) - 1:
         return slice(numbers[0], numbers[-1] + 1)
-    return numbers
+    return torch.tensor(numbers, device=device)
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
