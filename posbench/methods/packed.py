@@ -75,7 +75,13 @@ def packed(
         continuations.append(continuation)
     assert can_pack(lm.model), f"attention of {lm.name} runs in its own way"
     pack = _Pack(lm.model, prefix, continuations, keep_keys)
-    with exclusive(lm, "several methods at once", pack.changed()):
+    names = [
+        m.short_name()
+        for m, c in zip(methods, continuations, strict=True)
+        if c.channels
+    ]
+    name = " and ".join(dict.fromkeys(names))
+    with exclusive(lm, name or "unmodified", pack.changed()):
         yield Prefix(pack.empty_cache())
 
 
@@ -100,7 +106,7 @@ class _Pack:
         self._prefix = prefix
         self._continuations = continuations
         self._num_prompts = prefix.cache.layers[0].keys.shape[0]
-        # By layer, the factor of each channel of the input in each row, [M * B, 1, D].
+        # By layer, the factor of each channel of the attention input in each row, [M * B, 1, D].
         self._input_factors: dict[int, Tensor] = {}
         self._is_kept = keep_keys
         self._kept_keys: dict[int, Sequence[_ScaledKeys]] = {}
@@ -108,15 +114,13 @@ class _Pack:
     def empty_cache(self) -> Any:
         """A cache of M * B rows that counts the tokens of the prefill, and holds none of them."""
         rows = len(self._continuations) * self._num_prompts
+
+        def empty(states: Tensor) -> Tensor:
+            return states.new_empty(rows, states.shape[1], 0, states.shape[3])
+
         states = (
-            (layer.keys.new_empty(shape), layer.values.new_empty(value_shape))
+            (empty(layer.keys), empty(layer.values))
             for layer in self._prefix.cache.layers
-            for shape, value_shape in [
-                (
-                    (rows, layer.keys.shape[1], 0, layer.keys.shape[3]),
-                    (rows, layer.values.shape[1], 0, layer.values.shape[3]),
-                )
-            ]
         )
         return appendable_cache(states, OWN_TOKENS, self._prefix.tokens)
 
