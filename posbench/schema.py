@@ -69,7 +69,7 @@ def build(cls: type[T], data: Mapping[str, Any], prefix: str) -> T:
             dotted name in ``prefix``.
     """
     faults = Faults()
-    kinds = get_type_hints(cls, include_extras=True)
+    kinds = _field_kinds(cls)  # type: ignore[arg-type]  # classes are hashable
     for key, value in data.items():
         fault = _key_fault(cls, kinds, key, value, prefix)
         if fault:
@@ -168,6 +168,12 @@ def no_other_keys(cls: type[T]) -> type[T]:
 
 
 @cache
+def _field_kinds(cls: Any) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, with the bounds of their annotations."""
+    return get_type_hints(cls, include_extras=True)
+
+
+@cache
 def _shape_adapter(shape: Any) -> TypeAdapter[Any]:
     return TypeAdapter(shape)
 
@@ -186,7 +192,8 @@ def _union_members(kind: Any) -> tuple[Any, ...]:
 def verify(thing: Any, prefix: str) -> None:
     """Raise UserError unless an object that was made in Python keeps its declared bounds and choices."""
     faults = Faults()
-    for name, kind in get_type_hints(type(thing), include_extras=True).items():
+    kinds = _field_kinds(type(thing))  # type: ignore[arg-type]  # classes are hashable
+    for name, kind in kinds.items():
         if get_origin(kind) is not ClassVar and not _fits(getattr(thing, name), kind):
             faults.found.append(_wrong(prefix, name, getattr(thing, name), kind))
     faults.raise_any()

@@ -5,7 +5,7 @@ python tools/scale.py    # writes the table into docs/scale.md
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from hashlib import sha256
@@ -55,15 +55,30 @@ class Outline(LM):
         """Return what gives tokens and spells nothing."""
         return lambda text, **_: {"input_ids": tokens(text, self.tokens_per_character)}
 
-    def encode(
-        self, prompt: str, *, reserve: int = 0, most: int | None = None, **_: Any
-    ) -> Encoded:  # type: ignore[override]
+    def encode_whole(
+        self, prompts: Sequence[str], forms: Sequence[Mapping[str, Any]]
+    ) -> list[Encoded]:
+        """Return the prompts, however long."""
+        return [
+            Encoded(tokens(prompt, self.tokens_per_character), prompt)
+            for prompt in prompts
+        ]
+
+    def fit(  # type: ignore[override]
+        self,
+        encoded: Encoded,
+        form: Mapping[str, Any],
+        *,
+        reserve: int = 0,
+        most: int | None = None,
+        **_: Any,
+    ) -> Encoded:
         """Return the prompt, cut in the middle to what fits."""
-        ids = tokens(prompt, self.tokens_per_character)
+        ids = encoded.ids
         length = min(len(ids), most or len(ids), self.context_window - reserve)
         head = ids[: length - length // 2]
         tail = ids[len(ids) - length // 2 :]
-        return Encoded([*head, *tail], [], prompt)
+        return Encoded([*head, *tail], encoded.text)
 
 
 @lru_cache(128)

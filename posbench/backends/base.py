@@ -147,12 +147,21 @@ class Untokenized(Encoder):
     context_window: int = NO_WINDOW
     chat_template: str = "none"
 
-    def encode(self, prompt: str, **form: Any) -> Encoded:  # type: ignore[override]
-        """A prompt without tokens: the system message, the prompt, and the beginning of the reply."""
-        text = prompt
-        if form.get("system"):
-            text = f"{form['system']}\n\n{prompt}"
-        return Encoded([], [], text + form.get("prefill", ""), prompt=prompt)
+    def encode_whole(
+        self, prompts: Sequence[str], forms: Sequence[Mapping[str, Any]]
+    ) -> list[Encoded]:
+        """Prompts without tokens: the system message, the prompt, and the beginning of the reply."""
+        encoded = []
+        for prompt, form in zip(prompts, forms, strict=True):
+            text = prompt
+            if form.get("system"):
+                text = f"{form['system']}\n\n{prompt}"
+            encoded.append(Encoded([], text + form.get("prefill", ""), prompt=prompt))
+        return encoded
+
+    def fit(self, encoded: Encoded, form: Mapping[str, Any], **limits: Any) -> Encoded:
+        """As it is: of a model whose tokenizer is not known, the server says what does not fit."""
+        return encoded
 
 
 def text_encoder(config: ModelConfig) -> Encoder:

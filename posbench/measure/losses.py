@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from posbench.late import inference_mode, torch
-from posbench.methods.scale_channel import (
-    ScaleChannel,
-    record_prefix,
-    scale_cached_keys,
-)
+from posbench.late import Tensor, inference_mode, torch, transformers
+from posbench.methods import Method, ScaleChannel, Unmodified
+from posbench.methods.packed import can_pack, continuation_of, packed
+from posbench.methods.scale_channel import record_prefix
 from posbench.model.guard import guarded
 from posbench.model.hooks import fork_cache
 from posbench.model.lm import LM
+from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix
+
+PACKED_TOKENS = 256
+"""Tokens of candidates that run together at most; of more, matrix products gain nothing, and logits take memory."""
 
 
 @guarded
@@ -39,7 +41,6 @@ def candidate_losses(
         on its own.
     """
     model = lm.model
-    forward = model.forward
     inputs, targets = lm.pad_with_answers(pairs)
     # The last prompt token and the answer, but for its last token, run together on every candidate's keys.
     num_tail_tokens = targets.shape[1]
@@ -52,22 +53,52 @@ def candidate_losses(
 
     channels = sorted({c for candidate in candidates for c in candidate.channels})
     layers = sorted({i for candidate in candidates for i in candidate.layer_indices})
+    # Not that of the config: a window of the newest tokens would be too few for those that continue.
+    cache = transformers.DynamicCache()
     prefix, _ = record_prefix(
-        model, forward, channels, layers, logits_to_keep=1, **head_inputs
+        model,
+        model.forward,
+        channels,
+        layers,
+        past_key_values=cache,
+        logits_to_keep=1,
+        **head_inputs,
     )
-    unmodified = forward(
-        past_key_values=fork_cache(prefix.cache), use_cache=True, **tail_inputs
-    )
-    losses = [lm.answer_nats(unmodified.logits, targets)]
-    for candidate in candidates:
-        if candidate.last != 1:
-            with candidate.applied(lm):
-                loss = lm.answer_token_loss(pairs, batch_size=len(pairs))
-            losses.append(loss.to(losses[0]))
-            continue
-        cache = scale_cached_keys(prefix, model, candidate)
-        output = candidate.continue_with(
-            model, forward, past_key_values=cache, use_cache=True, **tail_inputs
+    losses: dict[int, Tensor] = {}
+    methods = [Unmodified(), *candidates]
+    continuing = [i for i, m in enumerate(methods) if continuation_of(m) is not None]
+    size = max(PACKED_TOKENS // targets.numel(), 1) if can_pack(model) else 1
+    for start in range(0, len(continuing), size):
+        pack = continuing[start : start + size]
+        pack_losses = _losses_from_prefix(
+            lm, prefix, [methods[i] for i in pack], tail_inputs, targets
         )
-        losses.append(lm.answer_nats(output.logits, targets))
-    return torch.stack(losses).double().cpu().numpy()
+        losses.update(zip(pack, pack_losses, strict=True))
+    for index, method in enumerate(methods):
+        if index not in losses:
+            with method.applied(lm):
+                loss = lm.answer_token_loss(pairs, batch_size=len(pairs))
+            losses[index] = loss.to(losses[0])
+    by_method = torch.stack([losses[index] for index in range(len(methods))])
+    return by_method.double().cpu().numpy()
+
+
+def _losses_from_prefix(
+    lm: LM,
+    prefix: Prefix,
+    methods: Sequence[Method],
+    inputs: dict[str, Tensor],
+    targets: Tensor,
+) -> Tensor:
+    """Nats per answer token, [M, B], of M methods that continue the prefill of B prompts with the given tokens."""
+    if len(methods) == 1:
+        cache = fork_cache(prefix.cache)
+        setattr(cache, PREFIX_ATTRIBUTE, prefix)
+        with methods[0].changed(lm):
+            output = lm.model(past_key_values=cache, use_cache=True, **inputs)
+        return lm.answer_nats(output.logits, targets)[None]
+    rows = {name: tokens.repeat(len(methods), 1) for name, tokens in inputs.items()}
+    with packed(lm, prefix, methods, keep_keys=False) as prefix_of_rows:
+        output = lm.model(past_key_values=prefix_of_rows.cache, use_cache=True, **rows)
+    nats = lm.answer_nats(output.logits, targets.repeat(len(methods), 1))
+    return nats.unflatten(0, (len(methods), -1))

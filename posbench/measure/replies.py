@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from posbench.errors import UserError
 from posbench.files.atomic import round_values
@@ -16,6 +16,20 @@ from posbench.model.prefix import Prefix
 from posbench.model.thinking import opens_thinking, split_thinking
 from posbench.stats.outcomes import ANSWERED
 from posbench.tasks import Example, Task
+
+
+class BatchShape(NamedTuple):
+    """How large a batch may be, and how much of it a prompt takes.
+
+    Attributes:
+        max_tokens: Tokens of a batch at most, padding and replies counted; None: see what takes it.
+        rows: Rows of the batch for each prompt, which each have a reply.
+        copies: How many times the tokens of each prompt are in memory.
+    """
+
+    max_tokens: int | None = None
+    rows: int = 1
+    copies: int = 1
 
 
 def generation_budget(encoder: Encoder, task: Task, example: Example) -> int:
@@ -30,29 +44,49 @@ def generation_budget(encoder: Encoder, task: Task, example: Example) -> int:
 
 
 def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
-    """Tokenise an example's prompt so that its answer fits behind it.
+    """Tokenise an example's prompt so that its answer fits behind it; see :func:`encode_prompts`."""
+    (encoded,) = encode_prompts(encoder, task, [example])
+    return encoded
+
+
+def encode_prompts(
+    encoder: Encoder, task: Task, examples: Sequence[Example]
+) -> list[Encoded]:
+    """Tokenise the prompts of examples so that the answer of each fits behind it.
 
     Raises:
-        UserError: The prompt does not fit, or the cut takes the gold item away.
+        UserError: A prompt does not fit, or the cut takes the gold item away.
     """
-    try:
-        encoded = encoder.encode(
-            example.prompt,
-            truncation=task.truncation,
-            reserve=generation_budget(encoder, task, example),
-            most=task.max_prompt_tokens,
-            document=example.document,
-            separator=example.separator,
-            chat=example.chat,
-            system=example.system,
-            prefill=example.prefill,
-        )
-    except PromptTooLong as error:
-        hint = task.how_to_shorten(example)
-        raise UserError(error.field, error.value, error.allowed, hint) from error
-    if encoded.dropped:
-        _need_gold_items(task, example, encoded)
-    return encoded
+    forms = [_form(example) for example in examples]
+    whole = encoder.encode_whole([example.prompt for example in examples], forms)
+    result = []
+    for example, form, encoded in zip(examples, forms, whole, strict=True):
+        try:
+            fitting = encoder.fit(
+                encoded,
+                form,
+                truncation=task.truncation,
+                reserve=generation_budget(encoder, task, example),
+                most=task.max_prompt_tokens,
+                document=example.document,
+                separator=example.separator,
+            )
+        except PromptTooLong as error:
+            hint = task.how_to_shorten(example)
+            raise UserError(error.field, error.value, error.allowed, hint) from error
+        if fitting.dropped:
+            _need_gold_items(task, example, fitting)
+        result.append(fitting)
+    return result
+
+
+def _form(example: Example) -> dict[str, Any]:
+    """How an example's prompt is rendered, see :meth:`Encoder.render`."""
+    return {
+        "chat": example.chat,
+        "system": example.system,
+        "prefill": example.prefill,
+    }
 
 
 def template_sources(encoder: Encoder, examples: Sequence[Example]) -> list[str]:
@@ -93,24 +127,14 @@ def encode_with_answer(
     encoder: Encoder, example: Example
 ) -> tuple[list[int], list[int]]:
     """Token ids of an example's prompt, uncut and in its form, and of the first answer after it."""
-    encoded = encoder.encode(
-        example.prompt,
-        chat=example.chat,
-        system=example.system,
-        prefill=example.prefill,
-    )
+    encoded = encoder.encode(example.prompt, **_form(example))
     return encoded.ids, encoder.continuation_ids(encoded, example.answers[0])
 
 
 def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
     """Tokenise an example's prompt, however long it is."""
     unlimited: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
-    return unlimited.encode(
-        example.prompt,
-        chat=example.chat,
-        system=example.system,
-        prefill=example.prefill,
-    )
+    return unlimited.encode(example.prompt, **_form(example))
 
 
 def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
@@ -123,8 +147,8 @@ def plan_batches(
     task: Task,
     examples: Sequence[Example],
     encoded: Mapping[str, Encoded],
-    max_prompts: int,
-    max_tokens: int | None,
+    max_rows: int,
+    shape: BatchShape,
     boundary: int | None = None,
 ) -> list[list[Example]]:
     """Put examples that are decoded alike into batches.
@@ -133,8 +157,8 @@ def plan_batches(
         task: The examples' task.
         examples: What to put into batches.
         encoded: Their prompts as tokens, by id.
-        max_prompts: Prompts of a batch at most.
-        max_tokens: Tokens of a batch at most, padding and reply counted; None for any number.
+        max_rows: Rows of a batch at most.
+        shape: What of a batch each prompt takes, and the tokens of a batch at most.
         boundary: See :func:`posbench.model.lm.length_batches`.
 
     Returns:
@@ -151,9 +175,13 @@ def plan_batches(
         groups.setdefault(decoding, []).append(example)
     result = []
     for (has_choices, max_new_tokens, *_), members in groups.items():
-        reply_tokens = 0 if has_choices else max_new_tokens
-        lengths = [len(encoded[member.id].ids) + reply_tokens for member in members]
-        for batch in length_batches(lengths, max_prompts, max_tokens, boundary):
+        reply_tokens = 0 if has_choices else shape.rows * max_new_tokens
+        lengths = [
+            shape.copies * len(encoded[member.id].ids) + reply_tokens
+            for member in members
+        ]
+        max_prompts = max(max_rows // shape.rows, 1)
+        for batch in length_batches(lengths, max_prompts, shape.max_tokens, boundary):
             result.append([members[i] for i in batch])
     return sorted(result, key=lambda batch: -len(encoded[batch[0].id].ids))
 

@@ -45,6 +45,24 @@ class CheckpointChange(NamedTuple):
     rope: Mapping[str, Any] = {}
 
 
+class Continuation(NamedTuple):
+    """A method where it continues a shared prefill: it scales channels of the attention input.
+
+    Attributes:
+        channels: The channels; none changes nothing.
+        factor: Their factor.
+        layers: The layers.
+        scales_inputs: Whether the queries and keys of the tokens that continue come from scaled inputs.
+        scales_keys: Whether the keys of the prefill do.
+    """
+
+    channels: tuple[int, ...] = ()
+    factor: float = 1.0
+    layers: Collection[int] = ()
+    scales_inputs: bool = True
+    scales_keys: bool = True
+
+
 class SweepClaims(NamedTuple):
     """What a paper claims of a sweep over one of a method's parameters, each claim in words.
 
@@ -154,6 +172,13 @@ class Method(ABC):
 
         Under it each token depends on those before it alone, so that prompts share the prefill of a common
         prefix, and methods with the same prefill share it too. None where a prompt has to be read at once.
+        """
+        return None
+
+    def continuation(self) -> Continuation | None:
+        """What it changes after the shared prefill, where that is all; then several methods are decoded as one batch.
+
+        None: it continues inside its own block, alone. A subclass does so too, unless it says this again.
         """
         return None
 

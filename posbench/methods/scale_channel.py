@@ -24,6 +24,7 @@ from posbench.errors import UserError
 from posbench.late import PreTrainedModel, Tensor, torch, transformers
 from posbench.methods.base import (
     CheckpointChange,
+    Continuation,
     Method,
     SweepClaims,
     bind_call,
@@ -70,19 +71,39 @@ def scale_cached_keys(
         # A sliding-window layer keeps the newest tokens only.
         newest = slice(-layer.keys.shape[-2], None)
         if families.keys_are_linear(model, index):
-            term = _key_term(prefix, model, index, method.channels)[..., newest, :]
+            term = key_term(prefix, model, index, method.channels)[..., newest, :]
             term = _match_heads(term, layer.keys)
             keys = torch.add(layer.keys, term, alpha=method.factor - 1)
         else:
-            inputs = method.scale(prefix.inputs[index])
-            keys = families.project_keys(model, index, inputs)
-            keys = families.keys_for_cache(model, index, keys, prefix.rotary[index])
+            keys = projected_keys(prefix, model, index, method.channels, method.factor)
             keys = _match_heads(keys[..., newest, :], layer.keys)
         layer.keys = keys.to(layer.keys.dtype)
     return cache
 
 
-def _key_term(
+def projected_keys(
+    prefix: Prefix,
+    model: PreTrainedModel,
+    layer: int,
+    channels: tuple[int, ...],
+    factor: float,
+) -> Tensor:
+    """The keys of a prefix, [B, G, P, d], projected again from its attention input with scaled channels."""
+    inputs = scale_channels(prefix.inputs[layer], channels, factor)
+    keys = families.project_keys(model, layer, inputs)
+    return families.keys_for_cache(model, layer, keys, prefix.rotary[layer])
+
+
+def scale_channels(hidden: Tensor, channels: tuple[int, ...], factor: float) -> Tensor:
+    """A copy of the attention input, shape (B, T, D), with channels scaled."""
+    scaled = hidden.clone()
+    # A list of channels would be copied to the GPU, and wait for all its work, in every layer.
+    for channel in channels:
+        scaled[..., channel].mul_(factor)
+    return scaled
+
+
+def key_term(
     prefix: Prefix, model: PreTrainedModel, layer: int, channels: tuple[int, ...]
 ) -> Tensor:
     """What the channels add to the rotated keys of a prefix, ``h_p RoPE(W_K[:, p])`` summed over p.
@@ -232,6 +253,18 @@ class ScaleChannel(Method):
         """The unmodified model, where the last token alone is scaled."""
         return Unmodified() if self.last == 1 else None
 
+    def continuation(self) -> Continuation | None:
+        """Scaled queries and keys of the last tokens, and scaled keys of all earlier ones, where one is scaled."""
+        if self.last != 1:
+            return None
+        return Continuation(
+            self.channels,
+            self.factor,
+            self.layer_indices,
+            scales_inputs=self.tokens != "earlier",
+            scales_keys=self.tokens != "last",
+        )
+
     def records(self) -> tuple[Collection[int], Collection[int]]:
         """Its channels in its layers, where keys are scaled."""
         if self.tokens == "last":
@@ -251,11 +284,7 @@ class ScaleChannel(Method):
 
     def scale(self, hidden: Tensor) -> Tensor:
         """A copy of the attention input, shape (B, T, D), with the channels scaled."""
-        scaled = hidden.clone()
-        # A list of channels would be copied to the GPU, and wait for all its work, in every layer.
-        for channel in self.channels:
-            scaled[..., channel].mul_(self.factor)
-        return scaled
+        return scale_channels(hidden, self.channels, self.factor)
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
-from posbench.methods.base import CheckpointChange, Method
+from posbench.methods.base import CheckpointChange, Continuation, Method
 from posbench.model.lm import LM
 
 
@@ -15,6 +15,10 @@ class Unmodified(Method):
     def prefill(self) -> Self:
         """Itself."""
         return self
+
+    def continuation(self) -> Continuation:
+        """Nothing."""
+        return Continuation()
 
     def folded(self, lm: LM) -> CheckpointChange:
         """Nothing."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
@@ -32,6 +33,9 @@ TEMPLATE_SEEDS = 16
 
 WORDS_PER_CUT = 250
 """Words that ``truncation=words`` removes in one step, as L-Eval does."""
+
+PROMPTS_AT_ONCE = 64
+"""Prompts in one call of a tokenizer: what it returns takes far more memory than their token ids."""
 
 NO_CHARACTERS = (0, 0)
 """The span of a token that covers nothing of the task's prompt."""
@@ -69,17 +73,24 @@ class Encoded:
 
     Attributes:
         ids: Token ids, special tokens included.
-        offsets: For each token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added.
         text: What the tokens spell, as rendered for the model.
         dropped: Tokens of the prompt that were removed to fit.
         prompt: What is left of the task's prompt, before any chat template.
+        find_offsets: Finds the :attr:`offsets`, which few methods read.
     """
 
     ids: list[int]
-    offsets: list[tuple[int, int]]
     text: str
     dropped: int = 0
     prompt: str = ""
+    find_offsets: Callable[[], list[tuple[int, int]]] = field(
+        default=list, repr=False, compare=False
+    )
+
+    @cached_property
+    def offsets(self) -> list[tuple[int, int]]:
+        """For each token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added."""
+        return self.find_offsets()
 
 
 @contextmanager
@@ -228,10 +239,51 @@ class Encoder:
         Raises:
             UserError: The prompt does not fit, and may not be cut or does not fit even then.
         """
+        (encoded,) = self.encode_whole([prompt], [form])
+        return self.fit(
+            encoded,
+            form,
+            truncation=truncation,
+            reserve=reserve,
+            most=most,
+            document=document,
+            separator=separator,
+        )
+
+    def encode_whole(
+        self, prompts: Sequence[str], forms: Sequence[Mapping[str, Any]]
+    ) -> list[Encoded]:
+        """Tokenise prompts, however long they are; many at once take less time than one by one.
+
+        Args:
+            prompts: The task's prompts.
+            forms: The form of each, see :meth:`render`.
+        """
+        pieces = [[Piece(prompt, 0)] for prompt in prompts]
+        encoded: list[Encoded] = []
+        for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+            chunk = slice(start, start + PROMPTS_AT_ONCE)
+            encoded += self._encode_pieces(pieces[chunk], forms[chunk])
+        return encoded
+
+    def fit(
+        self,
+        encoded: Encoded,
+        form: Mapping[str, Any],
+        *,
+        truncation: Truncation = "refuse",
+        reserve: int = 0,
+        most: int | None = None,
+        document: tuple[int, int] | None = None,
+        separator: str = "",
+    ) -> Encoded:
+        """A whole prompt as it is where it fits, else shortened; arguments and errors are those of :meth:`encode`."""
         max_tokens = self.context_window - reserve
-        encoded = self._encode_pieces([Piece(prompt, 0)], form)
-        prompt_tokens = len(self._token_ids(prompt))
+        prompt = encoded.prompt
         excess = len(encoded.ids) - max_tokens
+        if excess <= 0 and not most:
+            return encoded
+        prompt_tokens = len(self._token_ids(prompt))
         if most:
             excess = max(excess, prompt_tokens - most)
         if excess <= 0:
@@ -254,45 +306,83 @@ class Encoder:
                     "shorten the prompts, or use a model with a larger context window"
                 )
                 self._refuse_length(len(encoded.ids), max_tokens, reserve, hint)
-            encoded = self._encode_pieces(pieces, form)
+            (encoded,) = self._encode_pieces([pieces], [form])
             excess = len(encoded.ids) - max_tokens
         dropped = prompt_tokens - len(self._token_ids(encoded.prompt))
         return replace(encoded, dropped=dropped)
 
-    def _encode_pieces(self, pieces: list[Piece], form: dict[str, Any]) -> Encoded:
-        """Encode the prompt that some pieces make; ``form`` is that of :meth:`render`."""
+    def _encode_pieces(
+        self, prompts: Sequence[list[Piece]], forms: Sequence[Mapping[str, Any]]
+    ) -> list[Encoded]:
+        """Encode prompts, each made of some pieces; each of ``forms`` is that of :meth:`render`."""
         tokenizer = self.need_tokenizer()
-        prompt = "".join(piece.text for piece in pieces)
-        text, has_template = self._render(
-            prompt, form.get("chat", True), form.get("system", "")
-        )
-        text += form.get("prefill", "")
-        encoding = tokenizer(
-            text,
-            add_special_tokens=not has_template,
-            return_offsets_mapping=tokenizer.is_fast,
-        )
-        ids = list(encoding["input_ids"])
-        spans = [NO_CHARACTERS] * len(ids)
-        if tokenizer.is_fast:
-            spans = encoding["offset_mapping"]
-        ids = self._without_end(ids, text)
-        spans = spans[: len(ids)]
-        bos = tokenizer.bos_token_id
-        lacks_bos = has_template and bos is not None and ids[:1] != [bos]
-        if lacks_bos and self._token_ids("a")[:1] == [bos]:
-            ids = [bos, *ids]
-            spans = [NO_CHARACTERS, *spans]
+        texts = []
+        # Whether a chat template wrote the special tokens of each.
+        templated = []
+        for pieces, form in zip(prompts, forms, strict=True):
+            prompt = "".join(piece.text for piece in pieces)
+            text, has_template = self._render(
+                prompt, form.get("chat", True), form.get("system", "")
+            )
+            texts.append(text + form.get("prefill", ""))
+            templated.append(has_template)
+        ids_of_texts: dict[int, list[int]] = {}
+        for has_template in set(templated):
+            members = [i for i, value in enumerate(templated) if value == has_template]
+            encoding = tokenizer(
+                [texts[i] for i in members], add_special_tokens=not has_template
+            )
+            ids_of_texts.update(zip(members, encoding["input_ids"], strict=True))
 
-        start, (first, last) = _place_of(prompt, text)
+        bos = tokenizer.bos_token_id
+        begins_with_bos = any(templated) and self._token_ids("a")[:1] == [bos]
+        encoded = []
+        for index, (text, pieces) in enumerate(zip(texts, prompts, strict=True)):
+            ids = self._without_end(list(ids_of_texts[index]), text)
+            length = len(ids)
+            lacks_bos = templated[index] and bos is not None and ids[:1] != [bos]
+            if lacks_bos and begins_with_bos:
+                ids = [bos, *ids]
+            find_offsets = partial(
+                self._offsets, text, pieces, templated[index], length, len(ids) - length
+            )
+            prompt = "".join(piece.text for piece in pieces)
+            encoded.append(Encoded(ids, text, prompt=prompt, find_offsets=find_offsets))
+        return encoded
+
+    def _offsets(
+        self,
+        text: str,
+        pieces: Sequence[Piece],
+        has_template: bool,
+        length: int,
+        num_added: int,
+    ) -> list[tuple[int, int]]:
+        """Characters of the task's prompt that each token covers.
+
+        Args:
+            text: The rendered text.
+            pieces: The pieces of the prompt in it.
+            has_template: Whether a chat template made the text.
+            length: The tokens of the text that count.
+            num_added: Tokens put in front of them.
+        """
+        tokenizer = self.need_tokenizer()
+        spans = [NO_CHARACTERS] * length
+        if tokenizer.is_fast:
+            encoding = tokenizer(
+                text, add_special_tokens=not has_template, return_offsets_mapping=True
+            )
+            spans = encoding["offset_mapping"][:length]
+        spans = [NO_CHARACTERS] * num_added + spans
+        start, (first, last) = _place_of("".join(piece.text for piece in pieces), text)
         shifts = []
         for piece in pieces:
             offset = None if piece.start is None else piece.start - start
             end = start + len(piece.text)
             shifts.append(_Shift(max(start, first), min(end, last), offset))
             start = end
-        offsets = [_shift_span(span, shifts) for span in spans]
-        return Encoded(ids, offsets, text, prompt=prompt)
+        return [_shift_span(span, shifts) for span in spans]
 
     def _token_ids(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text without a chat template."""

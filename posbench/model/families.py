@@ -205,6 +205,12 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [getattr(layer, name) for layer in decoder_layers(model)]
 
 
+def attention_module(model: PreTrainedModel, layer: int) -> nn.Module:
+    """The attention module of a layer."""
+    family = family_of(model)
+    return getattr(model.get_submodule(family.layers)[layer], family.attention)  # type: ignore[index, no-any-return]
+
+
 Site = Literal["attention_input", "residual"]
 """``attention_input``: after a layer's first norm, what queries, keys and values are projected from;
 ``residual``: the stream before the layer."""
@@ -244,7 +250,7 @@ def on_query_key_input(
         The hooks that do it; the layer is as before once all of them are removed.
     """
     family = family_of(model)
-    attention = attention_modules(model)[layer]
+    attention = attention_module(model, layer)
     query_projection = getattr(attention, family.query)
     key_projection = getattr(attention, family.key)
 
@@ -282,7 +288,7 @@ def query_key_rows(model: PreTrainedModel, layer: int) -> dict[str, Tensor | Non
     """The projections of a layer that make queries and keys, by their dotted names in the model, each with
     the output rows that do; None: all of them."""
     family = family_of(model)
-    attention = attention_modules(model)[layer]
+    attention = attention_module(model, layer)
     path = next(name for name, module in model.named_modules() if module is attention)
     if family.fused is None:
         return {f"{path}.{family.query}": None, f"{path}.{family.key}": None}
@@ -299,7 +305,7 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
 
     Not so behind a norm or a clamp, and not for quantised, adapted or offloaded projections.
     """
-    return _makes_linear_keys(family_of(model), attention_modules(model)[layer])
+    return _makes_linear_keys(family_of(model), attention_module(model, layer))
 
 
 def queries_and_keys_are_linear(
@@ -339,7 +345,7 @@ def query_key_columns(
 ) -> tuple[Tensor, Tensor]:
     """A channel's columns of the query and key projections, without biases, [H * d] and [G * d]."""
     family = family_of(model)
-    attention = attention_modules(model)[layer]
+    attention = attention_module(model, layer)
     query_column = getattr(attention, family.query).weight[:, channel]
     key_column = getattr(attention, family.key).weight[:, channel]
     if family.fused is None:
@@ -352,15 +358,16 @@ def query_key_columns(
 
 def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> Tensor:
     """Columns of the key projection, ``W_K[:, channels]``, without the bias, [C, G * d] for C channels."""
-    key_projection = getattr(attention_modules(model)[layer], family_of(model).key)
+    key_projection = getattr(attention_module(model, layer), family_of(model).key)
     columns = [key_projection.weight[:, channel] for channel in channels]
     return _select_keys(model, layer, torch.stack(columns))
 
 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
     """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from [B, T, D]."""
-    key_projection = getattr(attention_modules(model)[layer], family_of(model).key)
-    return _select_keys(model, layer, key_projection(hidden))
+    key_projection = getattr(attention_module(model, layer), family_of(model).key)
+    # forward(), not a call of the module: a change of its input by on_query_key_input() is not meant.
+    return _select_keys(model, layer, key_projection.forward(hidden))
 
 
 def keys_for_cache(
@@ -381,7 +388,7 @@ def keys_for_cache(
         [B, G, T, d].
     """
     family = family_of(model)
-    attention = attention_modules(model)[layer]
+    attention = attention_module(model, layer)
     norm = getattr(attention, family.key_norm) if family.key_norm else None
     bound = getattr(attention, family.clip) if family.clip else None
     if bound:
@@ -411,7 +418,7 @@ def rotate(
     """
     if rotary is None or not rotates(model, layer):
         return x
-    attention = attention_modules(model)[layer]
+    attention = attention_module(model, layer)
     apply_rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     width = rotary[0].shape[-1]
     coordinates = x[..., :width]
@@ -425,13 +432,13 @@ def rotate(
 def rotates(model: PreTrainedModel, layer: int) -> bool:
     """Whether a layer applies the rotary embedding that it is given."""
     switch = family_of(model).rope_if
-    return switch is None or bool(getattr(attention_modules(model)[layer], switch))
+    return switch is None or bool(getattr(attention_module(model, layer), switch))
 
 
 def _count_heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
     """Query heads and key heads of a layer."""
     config = text_config(model)
-    attention = attention_modules(model)[layer]
+    attention = attention_module(model, layer)
     key_heads = getattr(attention, "num_kv_heads", None) or getattr(
         config, "num_key_value_heads", None
     )

@@ -114,17 +114,21 @@ class SharedBuffer:
 
 
 def appendable_cache(
-    states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE_TOKENS
+    states: Iterable[tuple[Tensor, Tensor]],
+    spare: int = SPARE_TOKENS,
+    tokens_before: int = 0,
 ) -> DynamicCache:
     """A cache whose forks can be appended to without copying what they share.
 
     Args:
         states: Keys and values of each layer, [B, G, T, d] each.
         spare: Tokens that a fork can take up before it is copied.
+        tokens_before: Tokens before these whose keys and values are elsewhere; they count in its length.
     """
     cache = transformers.DynamicCache()
     for keys, values in states:
         layer = _appendable_layer_type()()
+        layer.tokens_before = tokens_before
         layer.lazy_initialization(keys, values)
         layer.shared_buffers = {
             "keys": SharedBuffer.of(keys, spare),
@@ -155,7 +159,10 @@ def fork_cache(cache: DynamicCache) -> DynamicCache:
 def _appendable_layer_type() -> type:
     # Defined in a function, so that transformers is imported only when it is needed.
     class AppendableLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
-        """Keys and values at the beginning of larger tensors, ``shared_buffers``."""
+        """Keys and values at the beginning of larger tensors, ``shared_buffers``, behind ``tokens_before``."""
+
+        def get_seq_length(self) -> int:
+            return int(self.tokens_before + self.keys.shape[-2])
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any

@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from posbench.errors import UserError
 from posbench.late import (
     F,
@@ -115,18 +117,8 @@ class LM(Encoder):
             ``input_ids`` and ``position_ids`` are those of the last T - P tokens, and ``past_key_values`` is a
             fork_cache of its cache.
         """
-        width = max(len(row) for row in rows)
         past = prefix.tokens if prefix else 0
-        self.tokens_read += sum(min(len(row), width - past) for row in rows)
-        pad_id = self._pad_id()
-        ids = torch.tensor(
-            [[pad_id] * (width - len(row)) + list(row) for row in rows],
-            device=self.device,
-        )
-        mask = torch.tensor(
-            [[0] * (width - len(row)) + [1] * len(row) for row in rows],
-            device=self.device,
-        )
+        ids, mask = self._left_padded(rows, past)
         inputs = {
             "input_ids": ids[:, past:],
             "attention_mask": mask,
@@ -135,6 +127,23 @@ class LM(Encoder):
         if prefix is not None:
             inputs["past_key_values"] = fork_cache(prefix.cache)
         return inputs
+
+    def _left_padded(
+        self, rows: Sequence[Sequence[int]], past: int
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and mask of prompts, [B, T] each; those behind the first ``past`` columns count as read."""
+        width = max(map(len, rows))
+        ids = np.full((len(rows), width), self._pad_id())
+        mask = np.zeros_like(ids)
+        for row, tokens in enumerate(rows):
+            start = width - len(tokens)
+            ids[row, start:] = tokens
+            mask[row, start:] = 1
+        self.tokens_read += int(mask[:, past:].sum())
+        return (
+            torch.from_numpy(ids).to(self.device),
+            torch.from_numpy(mask).to(self.device),
+        )
 
     def add_items(
         self, prompt: str, items: Sequence[Span] | str, **form: Any
@@ -274,13 +283,12 @@ class LM(Encoder):
     ) -> Tensor:
         """Token ids of the continuations of one batch of token rows, padded at the end, [B, T]."""
         tokenizer = self.need_tokenizer()
-        inputs = self.pad(rows)
-        inputs.pop("position_ids")
+        # generate() takes whole prompts and cuts off what the cache holds.
+        ids, mask = self._left_padded(rows, prefix.tokens if prefix else 0)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         if prefix:
-            # generate() takes whole prompts and cuts off what the cache holds; only the second pad() counts.
-            self.tokens_read -= sum(map(len, rows))
-            inputs["past_key_values"] = self.pad(rows, prefix)["past_key_values"]
-        width = inputs["input_ids"].shape[1]
+            inputs["past_key_values"] = fork_cache(prefix.cache)
+        width = ids.shape[1]
 
         def has_stopped(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
             replies = tokenizer.batch_decode(ids[:, width:])

@@ -10,8 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from posbench.late import torch
-from posbench.measure.replies import generation_budget
+from posbench.measure.replies import BatchShape, generation_budget
 from posbench.methods import Method
+from posbench.methods.packed import (
+    can_pack,
+    continuation_of,
+    packed,
+    prompt_copies,
+)
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
@@ -26,7 +32,7 @@ from posbench.model.store import (
 )
 from posbench.run.base import Run
 from posbench.run.cost import WorkEstimate
-from posbench.run.plan import Plan, Request, Subject
+from posbench.run.plan import Plan, Request, Subject, subjects_of
 from posbench.run.proofs import (
     COMPUTATION,
     REQUEST,
@@ -44,13 +50,17 @@ log = logging.getLogger(__name__)
 Prompts = Mapping[str, Encoded]
 """Prompts by the id of their example."""
 
-MakeBatches = Callable[[Sequence[Example], Prompts, int | None], list[list[Example]]]
-"""Groups examples, given their prompts, into batches of at most so many tokens (None: as the runtime wants
-them)."""
+MakeBatches = Callable[[Sequence[Example], Prompts, BatchShape], list[list[Example]]]
+"""Groups examples, given their prompts, into batches."""
 
 BATCHES_PER_GROUP = 2
 """A group has at most the tokens of so many batches: a killed run repeats one group's prefill, and groups are
 what processes share out."""
+
+
+MIN_SAVED_SHARE = 0.1
+"""Prompts under one method share a prefill where that saves this share of their tokens: keeping and gathering what is
+shared takes about as long as computing so much."""
 
 
 class AskedPrompt(NamedTuple):
@@ -156,16 +166,18 @@ class _Prefills:
 
 
 class BatchPlan(Plan):
-    """Examples under methods, batch by batch, each of one method.
+    """Examples under methods, batch by batch.
 
-    The batches of a method depend on examples, model and runtime alone, so
-    that a resumed run, and one that shares with others, forms the same ones.
+    A batch is of one method, or of several that are decoded together (``packs``). Batches depend on examples,
+    methods, model and runtime alone, so that a resumed run forms the same ones.
 
     Args:
         subjects: The methods.
         examples: The examples, each of which is asked under each method.
         encoded: Prompts by the id of their example.
         make_batches: Groups examples into batches.
+        packs: Whether methods that continue one prefill share batches where prompts have replies: see
+            :func:`posbench.methods.packed.packed`.
 
     Attributes:
         lm: The model.
@@ -181,6 +193,7 @@ class BatchPlan(Plan):
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
         make_batches: MakeBatches,
+        packs: bool = False,
     ) -> None:
         super().__init__(subjects, examples)
         run = subjects[0].run
@@ -190,6 +203,7 @@ class BatchPlan(Plan):
         self.notes: list[str] = []
         self.requested_tokens = 0
         self._make_batches = make_batches
+        self._packs_methods = packs and can_pack(self.lm.model)
         self._prefills = _Prefills(self.lm, self.runtime, encoded)
         self._groups: list[PrefillGroup] = []
         # By the id() of a subject and by decoding: subjects have no hash.
@@ -222,7 +236,7 @@ class BatchPlan(Plan):
         for subject in self._subjects:
             prompts = self._prompts[id(subject)]
             if id(prompts) not in batches_of_prompts:
-                batches = self._make_batches(examples, prompts, None)
+                batches = self._make_batches(examples, prompts, BatchShape())
                 batches_of_prompts[id(prompts)] = batches
             for batch in batches_of_prompts[id(prompts)]:
                 order += [Request(subject, example) for example in batch]
@@ -235,22 +249,28 @@ class BatchPlan(Plan):
         for index, subject in enumerate(self._subjects):
             if id(subject) in self._rewritten:
                 prompts = self._prompts[id(subject)]
-                for batch in self._make_batches(examples, prompts, None):
+                for batch in self._make_batches(examples, prompts, BatchShape()):
                     group = PrefillGroup(batch, None, [subject.method])
                     self._add_group(number, group, [subject], [batch])
             else:
                 prefill_method = subject.method.prefill() if groups else None
                 members = by_prefill.setdefault(repr(prefill_method or index), [])
                 members.append(subject)
-        single_batches = self._make_batches(examples, self.encoded, None)
+        single_batches = self._make_batches(examples, self.encoded, BatchShape())
         for members in by_prefill.values():
             methods = [subject.method for subject in members]
             prefill_method = methods[0].prefill() if groups else None
             if prefill_method:
+                in_groups = set[str]()
                 for shared in groups:
-                    batches = self._make_batches(shared, self.encoded, batch_tokens)
-                    group = PrefillGroup(shared, prefill_method, methods)
-                    self._add_group(number, group, members, batches)
+                    if self._saves_tokens(shared, len(methods)):
+                        group = PrefillGroup(shared, prefill_method, methods)
+                        self._add_shared_group(number, group, members, batch_tokens)
+                        in_groups.update(example.id for example in shared)
+                different = [e for e in examples if e.id not in in_groups]
+                for batch in self._make_batches(different, self.encoded, BatchShape()):
+                    group = PrefillGroup(batch, None, methods)
+                    self._add_group(number, group, members, [batch])
                 continue
             if groups:
                 self.notes.append(
@@ -260,6 +280,14 @@ class BatchPlan(Plan):
                 group = PrefillGroup(batch, None, methods)
                 self._add_group(number, group, members, [batch])
 
+    def _saves_tokens(self, examples: Sequence[Example], num_methods: int) -> bool:
+        """Whether a shared prefill reads so much less than each prompt under each method that it is worth a store."""
+        if num_methods > 1:
+            return True
+        prompts = self._prefills.prompts(examples)
+        num_asked = sum(map(len, prompts))
+        return build_prefix_trie(prompts).size <= (1 - MIN_SAVED_SHARE) * num_asked
+
     def _add_group(
         self,
         round_number: int,
@@ -267,14 +295,75 @@ class BatchPlan(Plan):
         members: Sequence[Subject],
         batches: Sequence[Sequence[Example]],
     ) -> None:
-        """Add the batches of examples that share a prefill, each under each of its methods."""
-        group_number = len(self._groups)
+        """Add the batches of a group of examples, each under each of its methods."""
         self._groups.append(group)
         for batch in batches:
             for subject in members:
-                self.batches.append(
-                    [Request(subject, e, group_number, round_number) for e in batch]
-                )
+                self._add_batch(round_number, [subject], batch)
+
+    def _add_batch(
+        self, round_number: int, members: Sequence[Subject], batch: Sequence[Example]
+    ) -> None:
+        """Add a batch of the latest group: examples under methods, method by method."""
+        group_number = len(self._groups) - 1
+        self.batches.append(
+            [Request(s, e, group_number, round_number) for s in members for e in batch]
+        )
+
+    def _add_shared_group(
+        self,
+        round_number: int,
+        group: PrefillGroup,
+        members: Sequence[Subject],
+        max_tokens: int | None,
+    ) -> None:
+        """Add the batches of examples that share a prefill: of several methods where those can be decoded together."""
+        replied = [example for example in group.examples if not example.choices]
+        chosen = [example for example in group.examples if example.choices]
+        packs = self._packs(members, replied, max_tokens)
+        in_packs = {id(subject) for pack in packs for subject in pack}
+        self._groups.append(group)
+        for pack in packs:
+            shape = BatchShape(max_tokens, len(pack), self._prompt_copies(pack))
+            for batch in self._make_batches(replied, self.encoded, shape):
+                self._add_batch(round_number, pack, batch)
+        alone = [subject for subject in members if id(subject) not in in_packs]
+        shape = BatchShape(max_tokens)
+        for subjects, examples in ((alone, replied), (members, chosen)):
+            if subjects and examples:
+                for batch in self._make_batches(examples, self.encoded, shape):
+                    for subject in subjects:
+                        self._add_batch(round_number, [subject], batch)
+
+    def _packs(
+        self,
+        members: Sequence[Subject],
+        examples: Sequence[Example],
+        max_tokens: int | None,
+    ) -> list[Sequence[Subject]]:
+        """The methods that decode examples together, in packs whose longest prompt fits into a batch."""
+        if not self._packs_methods or not examples:
+            return []
+        packable = [s for s in members if continuation_of(s.method) is not None]
+        length = max(len(self.encoded[example.id].ids) for example in examples)
+        reply = max(self._reply_tokens(Request(members[0], e)) for e in examples)
+        num_packs = 1
+        while True:
+            size = -(-len(packable) // num_packs)
+            if size < 2:
+                return []
+            packs = [packable[i : i + size] for i in range(0, len(packable), size)]
+            tokens = max(self._prompt_copies(p) * length + size * reply for p in packs)
+            if size <= self.runtime.batch_size and (
+                max_tokens is None or tokens <= max_tokens
+            ):
+                return [pack for pack in packs if len(pack) > 1]
+            num_packs += 1
+
+    def _prompt_copies(self, members: Sequence[Subject]) -> int:
+        """How many times a batch of several methods needs the memory of its prompts."""
+        continuations = [continuation_of(subject.method) for subject in members]
+        return prompt_copies(self.lm.model, [c for c in continuations if c is not None])
 
     def asked_prompt(self, request: Request) -> AskedPrompt:
         """Return the example of a request as its method asks it."""
@@ -368,7 +457,11 @@ class BatchPlan(Plan):
                 (length, max(reply - 1, 0))
                 for length, reply in zip(lengths, replies, strict=True)
             ]
-            padded_tokens = len(requests) * (max(lengths) + max(replies))
+            members = subjects_of(requests)
+            copies = 1 if len(members) == 1 else self._prompt_copies(members)
+            num_prompts = len(requests) // len(members)
+            padded_tokens = num_prompts * copies * max(lengths)
+            padded_tokens += len(requests) * max(replies)
             memory.append((padded_tokens, prefix))
             decode_steps += max(replies)
         batch_tokens, batch_prefix = max(memory, key=sum)
@@ -395,15 +488,48 @@ class BatchPlan(Plan):
             return 0
         return generation_budget(self.lm, request.subject.run.task, request.example)
 
+    def parts(self, batch: Sequence[Request]) -> list[Sequence[Request]]:
+        """A batch in the parts that :meth:`applied` takes: whole, or method by method where these cannot share it.
+
+        That is so where the memory was too small for the prefill, or for the batch, which then was split.
+        """
+        members = subjects_of(batch)
+        if len(members) == 1:
+            return [batch]
+        by_method = [
+            [request for request in batch if request.subject is subject]
+            for subject in members
+        ]
+        ids = [request.example.id for request in by_method[0]]
+        is_grid = all([r.example.id for r in part] == ids for part in by_method)
+        if is_grid:
+            prefix = self._prefills.prefix(self._groups[batch[0].group], ids)
+            if prefix is not None and prefix.tokens:
+                return [batch]
+        return list(by_method)
+
     @contextmanager
     def applied(self, batch: Sequence[Request]) -> Iterator[Prefix | None]:
-        """Apply the method of a batch to the model; yield the prefill that the batch goes on from."""
+        """Apply the methods of a batch to the model; yield the prefill that its rows go on from.
+
+        Args:
+            batch: Requests of one method, or of several as :meth:`parts` gives them.
+        """
         group = self._groups[batch[0].group]
-        ids = [request.example.id for request in batch]
+        members = subjects_of(batch)
+        ids = [r.example.id for r in batch[: len(batch) // len(members)]]
         prefix = self._prefills.prefix(group, ids)
         self.requested_tokens += sum(self.size(request) for request in batch)
-        with batch[0].subject.method.applied(self.lm):
-            yield prefix
+        if len(members) == 1:
+            with members[0].method.applied(self.lm):
+                yield prefix
+            return
+        assert prefix is not None, "parts() takes methods apart that share no prefill"
+        methods = [subject.method for subject in members]
+        for method in methods:
+            method.check(self.lm)
+        with packed(self.lm, prefix, methods) as prefix_of_rows:
+            yield prefix_of_rows
 
     @contextmanager
     def _announce(self, run: Run, stage: str) -> Iterator[None]:

@@ -75,6 +75,11 @@ def _request_key(request: Request) -> dict[str, str]:
     return request.key
 
 
+def subjects_of(requests: Sequence[Request]) -> list[Subject]:
+    """Return the methods of requests, in their order."""
+    return list({id(r.subject): r.subject for r in requests}.values())
+
+
 class Plan(ABC):
     """The requests of a stage of a run, or of several runs that differ in their methods alone.
 
@@ -280,23 +285,23 @@ class Plan(ABC):
             run.progress(stage, total, total - num_pending) as advance,
         ):
             for batch in pending:
-                members = {id(request.subject): request.subject for request in batch}
-                if not failed & members.keys():
+                members = [s for s in subjects_of(batch) if id(s) not in failed]
+                if members:
                     try:
                         rows = compute(batch)
                     except (RuntimeError, UserError) as error:
-                        names = ", ".join(s.run.out.path.name for s in members.values())
-                        log.warning("%s: %s; left to a run of its own", names, error)
-                        failed |= members.keys()
+                        for subject in members:
+                            name = subject.run.out.path.name
+                            log.warning("%s: %s; left to a run of its own", name, error)
+                            failed.add(id(subject))
                     else:
-                        made = [
-                            (request, {**request.key, **row, **self.proof(request)})
-                            for request, row in zip(batch, rows, strict=True)
-                            if is_missing(request)
-                        ]
-                        for subject in members.values():
-                            own = [row for r, row in made if r.subject is subject]
-                            subject.run.out.append(file, own)
+                        for subject in members:
+                            missing_rows = [
+                                {**request.key, **row, **self.proof(request)}
+                                for request, row in zip(batch, rows, strict=True)
+                                if request.subject is subject and is_missing(request)
+                            ]
+                            subject.run.out.append(file, missing_rows)
                 advance(len(batch))
 
 

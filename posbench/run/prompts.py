@@ -8,7 +8,7 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.measure.items import item_tokens
-from posbench.measure.replies import encode_prompt, plan_batches
+from posbench.measure.replies import BatchShape, encode_prompts, plan_batches
 from posbench.methods import Method
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.items import ItemPrompt
@@ -51,7 +51,8 @@ class PromptBatcher:
         """
         task = task or self.task
         with doing(f"tokenising {len(examples):,} prompts"):
-            encoded = {e.id: encode_prompt(self.encoder, task, e) for e in examples}
+            prompts = encode_prompts(self.encoder, task, examples)
+        encoded = {e.id: prompt for e, prompt in zip(examples, prompts, strict=True)}
         if self.reads_items and isinstance(self.encoder, LM):
             for example in examples:
                 prompt = encoded[example.id]
@@ -89,7 +90,7 @@ class PromptBatcher:
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
         task: Task | None = None,
-        max_tokens: int | None = None,
+        shape: BatchShape | None = None,
     ) -> list[list[Example]]:
         """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan_batches`.
 
@@ -97,15 +98,17 @@ class PromptBatcher:
             examples: The examples.
             encoded: Their prompts, by id.
             task: The task that asks them; None: the run's.
-            max_tokens: Tokens of a batch at most; None: as many as the runtime allows.
+            shape: What of a batch each prompt takes; None: a row. Without a limit it has as many tokens as the runtime
+                allows.
         """
-        tokens = max_tokens or self.batch_tokens
+        shape = shape or BatchShape()
+        shape = shape._replace(max_tokens=shape.max_tokens or self.batch_tokens)
         return plan_batches(
             task or self.task,
             examples,
             encoded,
             self.batch_size,
-            tokens,
+            shape,
             self.rope_boundary,
         )
 

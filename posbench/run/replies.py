@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from posbench.files.atomic import Row
 from posbench.late import pd
-from posbench.measure.replies import reply_to_batch
+from posbench.measure.replies import BatchShape, reply_to_batch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
@@ -81,6 +81,9 @@ def plan_batches(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
+        return [row for part in plan.parts(batch) for row in reply_to(part)]
+
+    def reply_to(batch: Sequence[Request]) -> list[Row]:
         asked_prompts = [plan.asked_prompt(request) for request in batch]
         examples = [prompt.example for prompt in asked_prompts]
         prompts = {prompt.example.id: prompt.encoded for prompt in asked_prompts}
@@ -95,11 +98,11 @@ def plan_batches(
         return rows
 
     def make_batches(
-        examples: Sequence[Example], prompts: Prompts, max_tokens: int | None
+        examples: Sequence[Example], prompts: Prompts, shape: BatchShape
     ) -> list[list[Example]]:
-        return run.prompts.batches(examples, prompts, max_tokens=max_tokens)
+        return run.prompts.batches(examples, prompts, shape=shape)
 
-    plan = BatchPlan(subjects, examples, encoded, make_batches)
+    plan = BatchPlan(subjects, examples, encoded, make_batches, packs=True)
     return plan, compute
 
 

@@ -16,7 +16,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, round_values
 from posbench.late import pd
 from posbench.measure.items import attention_to_items, item_tokens
-from posbench.measure.replies import encode_longest, reply_to_batch
+from posbench.measure.replies import BatchShape, encode_longest, reply_to_batch
 from posbench.methods.scale_channel import (
     channel_role,
     check_channels,
@@ -371,9 +371,9 @@ class Prompts:
         def plan(
             examples: Sequence[Example],
             prompts: Mapping[str, Encoded],
-            size: int | None,
+            shape: BatchShape,
         ) -> list[list[Example]]:
-            return run.prompts.batches(examples, prompts, self.task, size)
+            return run.prompts.batches(examples, prompts, self.task, shape)
 
         subject = Subject(run, "", Unmodified())
         asks = BatchPlan([subject], self.examples, self.encoded, plan)

@@ -221,12 +221,12 @@ def test_a_beginning_of_sequence_is_sent_once() -> None:
     encoder: Any = SimpleNamespace(tokenizer=Tokenizer(bos_token="<s>"))
     with serving() as server:
         made = endpoint(server.url)
-        templated = Encoded(tokens("[INST] hi")["input_ids"], [], "<s>[INST] hi")
+        templated = Encoded(tokens("[INST] hi")["input_ids"], "<s>[INST] hi")
         assert made.prompt(encoder, templated, "") == "[INST] hi"
-        plain = Encoded(tokens("hi")["input_ids"], [], "hi")
+        plain = Encoded(tokens("hi")["input_ids"], "hi")
         assert made.prompt(encoder, plain, "") == "hi"
         # A task that asks about the text "<s>" itself.
-        odd = Encoded(tokens("<s>")["input_ids"], [], "<s>")
+        odd = Encoded(tokens("<s>")["input_ids"], "<s>")
         assert made.prompt(encoder, odd, "") == "<s>"
 
 
@@ -251,7 +251,7 @@ def test_without_a_tokenizer_prompts_go_as_they_are(checkpoint: Path) -> None:
 def test_messages_hold_the_prompt_that_is_left() -> None:
     with serving() as server:
         made = endpoint(server.url, api="chat")
-        code = Encoded([1], [], "whatever", prompt="short")
+        code = Encoded([1], "whatever", prompt="short")
         system, user = made.prompt(Untokenized("fake"), code, "Be kind.")
     assert (
         system == {"role": "system", "content": "Be kind."}

@@ -42,21 +42,19 @@ def test_one_prefill_serves_all_candidates(name):
     together = candidate_losses(lm, pairs, candidates)
     inputs, targets = lm.pad_with_answers(pairs)
     longest = targets.shape[1]
+    noise = family_noise(name, log_probabilities)
     for candidate, losses in zip(candidates, together[1:], strict=True):
         with torch.inference_mode(), replace(candidate, last=longest).applied(lm):
             alone = lm.answer_nats(
                 lm.model(**inputs, logits_to_keep=longest).logits, targets
             )
-        assert_same(losses, alone.double().numpy(), noise, "losses")
+        assert_same(losses, alone, noise, "losses")
     assert len(set(together[:, 0].tolist())) == len(together), (
         "equal candidates would test nothing"
     )
     unmodified, neutral = candidate_losses(
         lm, pairs[:1], [replace(candidates[0], factor=1.0)]
     )
-    if name not in ("qwen3", "gemma3", "mpt-clip", "olmo2"):
-        assert unmodified.tolist() == neutral.tolist()
-    # Keys that are projected again round anew.
     assert_same(neutral, unmodified, noise, "losses")
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,8 +126,14 @@ def plan_of(run, methods):
     return plan, compute
 
 
-def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
+def test_the_batches_of_a_method_do_not_depend_on_the_others_where_choices_are_scored(
+    asked,
+):
     run = run_of(*asked, *CHANNEL)
+    run.evaluation = [
+        replace(example, choices=(*example.answers, "other"))
+        for example in run.evaluation
+    ]
     methods = {UNMODIFIED: Unmodified(), "scale": run.method.build()}
     both, _ = plan_of(run, methods)
     for name, method in methods.items():
@@ -138,6 +145,89 @@ def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
         assert [batch[0].group for batch in own] == [
             batch[0].group for batch in alone.batches
         ]
+
+
+def several_methods(run):
+    """The unmodified model, two factors, and a method that decodes alone."""
+    scale = run.method.build()
+    return {
+        UNMODIFIED: Unmodified(),
+        "-1": scale,
+        "2": replace(scale, factor=2.0),
+        "all": replace(scale, last="all"),
+    }
+
+
+def test_methods_that_continue_one_prefill_share_batches(asked):
+    run = run_of(*asked, *CHANNEL, "runtime.batch_size=7")
+    plan, _ = plan_of(run, several_methods(run))
+    asked_keys = [tuple(r.key.values()) for batch in plan.batches for r in batch]
+    assert sorted(asked_keys) == sorted(tuple(r.key.values()) for r in plan.order)
+    for batch in plan.batches:
+        names = [request.subject.name for request in batch]
+        ids = [request.example.id for request in batch]
+        assert len({request.group for request in batch}) == 1
+        if names[0] == "all":
+            assert set(names) == {"all"}
+        else:
+            # Method by method, the same examples of each: 2 prompts are 6 of 7 rows.
+            together = [UNMODIFIED, "-1", "2"]
+            assert names == [name for name in together for _ in ids[::3]]
+            assert ids == ids[: len(ids) // 3] * 3 and len(ids) <= 6
+
+
+@pytest.mark.parametrize("batch_tokens", [700, 400])
+def test_a_batch_of_several_methods_keeps_to_its_tokens(asked, batch_tokens):
+    run = run_of(*asked, *CHANNEL, "task.max_new_tokens=40", "runtime.batch_size=64")
+    run.runtime = replace(run.runtime, batch_tokens=batch_tokens)
+    methods = several_methods(run) | {
+        f"{n}": replace(run.method.build(), factor=float(n)) for n in range(3, 9)
+    }
+    plan, _ = plan_of(run, methods)
+    sizes = []
+    for batch in plan.batches:
+        lengths = {r.example.id: len(plan.encoded[r.example.id].ids) for r in batch}
+        assert len(lengths) * max(lengths.values()) + 40 * len(batch) <= batch_tokens
+        sizes.append(len({r.subject.name for r in batch}))
+    assert max(sizes) > 1
+    estimated = plan.estimate("evaluate", answered=True)
+    assert estimated.batch_tokens <= batch_tokens
+
+
+def test_a_batch_that_was_split_gives_the_same_replies(asked):
+    run = run_of(*asked, *CHANNEL, "task.max_new_tokens=2", "runtime.batch_size=6")
+    plan, compute = plan_of(run, several_methods(run))
+    batches = [batch for batch in plan.batches if len(batch) == 6][::3]
+    # Of the second method one prompt, which cannot be decoded with two of the first.
+    assert [len(part) for part in plan.parts(batches[0][:3])] == [2, 1]
+    assert [len(part) for part in plan.parts(batches[0][2:])] == [4]
+    outputs = []
+    for batch in batches:
+        whole = [row["output"] for row in compute(batch)]
+        for end in (3, 4):
+            parts = batch[:end], batch[end:]
+            assert [row["output"] for part in parts for row in compute(part)] == whole
+        outputs += whole
+    assert len(set(outputs)) > 1, "equal replies would test nothing"
+
+
+def test_prompts_with_nothing_in_common_are_read_as_if_nothing_were_shared(asked):
+    few = [*asked, "task.positions=[0]", "task.max_new_tokens=2"]
+    shared, compute = plan_of(run_of(*few, *CHANNEL), {UNMODIFIED: Unmodified()})
+    apart, compute_apart = plan_of(
+        run_of(*few, *CHANNEL, "runtime.share=null"), {UNMODIFIED: Unmodified()}
+    )
+    assert not any(group.prefill_method for group in shared._groups)
+    assert not shared.notes, "the method could share, and the reader has nothing to do"
+    rows = [row for batch in shared.batches for row in compute(batch)]
+    assert rows == [row for batch in apart.batches for row in compute_apart(batch)]
+    assert shared.lm.tokens_read == apart.lm.tokens_read == shared.requested_tokens
+    # Under two methods each is read once, and at five positions the beginnings are.
+    run = run_of(*few, *CHANNEL)
+    two, _ = plan_of(run, several_methods(run))
+    assert all(group.prefill_method for group in two._groups[:-1])
+    five, _ = plan_of(run_of(*asked, *CHANNEL), {UNMODIFIED: Unmodified()})
+    assert all(group.prefill_method for group in five._groups)
 
 
 def live():
@@ -156,9 +246,8 @@ def live():
 def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     run = run_of(*asked, *CHANNEL, "runtime.share=600KiB", "runtime.batch_tokens=null")
     plan, compute = plan_of(run, {"scale": run.method.build()})
-    assert all(group.prefill_method for group in plan._groups), (
-        "this memory is enough to share"
-    )
+    sharing = [b for b in plan.batches if plan._groups[b[0].group].prefill_method]
+    assert len(sharing) > 3, "this memory is enough to share"
     plan.lm.generate([[5, 6, 7]], max_new_tokens=1)
     before = live()
     peak = [0]
@@ -170,7 +259,7 @@ def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
         return prefix
 
     monkeypatch.setattr(PrefixStore, "prefix", measured)
-    for batch in plan.batches[:3]:
+    for batch in sharing[:3]:
         compute(batch)
     budget = run.runtime.shared_bytes
     assert 0.2 * budget < peak[0] <= budget, (peak[0], budget, token_bytes(plan.lm))

@@ -9,6 +9,7 @@ import numpy as np
 from posbench.files.atomic import Row, round_values, write_csv
 from posbench.late import pd
 from posbench.measure.items import attention_to_items
+from posbench.measure.replies import BatchShape
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.text import describe_cut_prompts
@@ -121,12 +122,12 @@ def plan_attention(
         return [{"attention": round_values(weights)} for weights in attention]
 
     def make_batches(
-        examples: Sequence[Example], prompts: Prompts, max_tokens: int | None
+        examples: Sequence[Example], prompts: Prompts, shape: BatchShape
     ) -> list[list[Example]]:
         def length(example: Example) -> int:
             return len(prompts[example.id].ids)
 
-        return run.prompts.batches_by_length(examples, length, max_tokens)
+        return run.prompts.batches_by_length(examples, length, shape.max_tokens)
 
     examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
     plan = BatchPlan(subjects, examples, encoded, make_batches)

@@ -216,6 +216,7 @@ class GpuCheck(Study):
                 shape=shape,
                 dtype="bfloat16",
                 works=("Table 1",),
+                candidates=None,
                 pairs=(),
                 tokens=tokens,
             )
@@ -234,6 +235,7 @@ class GpuCheck(Study):
                 repeats=1,
                 tokens=64,
                 works=("Table 1",),
+                candidates=None,
             )
         return {"latency": latency, "throughput": throughput}
 

@@ -1,4 +1,4 @@
-"""The evaluate stage against a loop over single prompts: same examples, same model, same outputs."""
+"""The evaluate stage and the search against stock transformers and against the least that the work costs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from posbench import paths
 from posbench.files.atomic import Row
 from posbench.files.sources import Source, checkpoint_source
 from posbench.late import inference_mode, pd, torch
+from posbench.measure.losses import candidate_losses
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
@@ -24,6 +25,7 @@ from posbench.run.replies import plan_batches
 from posbench.run.runtime import Runtime
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
+from posbench.studies.cost.packed_loop import PackedLoop, is_of_loop
 from posbench.studies.cost.timing import (
     Shape,
     TimingStudy,
@@ -35,6 +37,8 @@ from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
 CHOICES = 4
 POSITIONS = 5
+TINY_TOKENS = 200
+"""Tokens of a prompt in the shapes of the paper for the embedded model, which was trained on prompts of such length."""
 SAMPLE_PAIRS = 64  # of which the tokens of a pair are estimated
 Work = Literal["Table 1", "Figure 6"]
 FACTORS: Mapping[Work, tuple[float, ...]] = {
@@ -43,8 +47,13 @@ FACTORS: Mapping[Work, tuple[float, ...]] = {
 }
 """Factors of scale_channel beside the unmodified model, each at five gold positions: Yu et al. 2025."""
 ALONE = "one prompt at a time"
+STOCK = "transformers, in batches by method"
 BATCHED = "in batches"
 SHARED = "in batches, prefills shared"
+LIMIT = "loop by hand"
+SEARCH_FACTORS = (0.5, 0.0, -0.5, -1.0)
+LOSS_DIGITS = 3
+"""Digits behind the point to which losses are compared."""
 Outputs = list[str]
 
 
@@ -53,8 +62,10 @@ class Throughput(TimingStudy):
     """Generated and chosen replies of the embedded model and of one with random weights, in float32.
 
     Where prompts have nothing in common, and under the unmodified model alone, sharing prefills gains nothing
-    and should cost nothing. Works in the shape of Yu et al.'s Table 1 and Figure 6 have the same question at
-    five gold positions, under the unmodified model and factors of scale_channel.
+    and should cost nothing: the limit is a loop of stock transformers over the same batches. Works in the shape of Yu
+    et al.'s Table 1 and Figure 6 have the same question at five gold positions, under the unmodified model and factors
+    of scale_channel; the channel search has one prompt and many settings. The limit of these is a loop written by hand,
+    :class:`posbench.studies.cost.packed_loop.PackedLoop`, for models of its form.
 
     Attributes:
         shape: Shape of the model with random weights.
@@ -63,9 +74,10 @@ class Throughput(TimingStudy):
         pairs: Pairs per prompt of key-value retrieval: short and long prompts.
         examples: Number of these prompts.
         new_tokens: Generated tokens.
-        tokens: Of a prompt in the shapes of the paper, about.
+        tokens: Of a prompt in the shapes of the paper, about; of the embedded model's at most :data:`TINY_TOKENS`.
         questions: Number of questions in these.
         works: The shapes of the paper to measure.
+        candidates: Settings of scale_channel that the channel search compares; None: the search is not measured.
     """
 
     caption: ClassVar[str] = (
@@ -80,6 +92,7 @@ class Throughput(TimingStudy):
     tokens: Tokens = 2000
     questions: Count = 1
     works: tuple[Work, ...] = tuple(FACTORS)
+    candidates: Count | None = 40
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
@@ -91,9 +104,10 @@ class Throughput(TimingStudy):
         """Time the evaluate stage and the loop.
 
         Returns:
-            Table ``throughput``: rows of :meth:`TimingStudy.compared`; the prompt tokens that a way was asked for
-            (``tokens_asked``) and computed (``tokens_computed``); of batches also ``operations``, as a run's
-            estimate counts them, and those of a second in units of 1e9, ``gflops``.
+            Table ``throughput``: rows of :meth:`TimingStudy.compared`; seconds over those of the work's limit
+            (``over_limit``); the prompt tokens that a way was asked for (``tokens_asked``) and computed
+            (``tokens_computed``); of batches also ``operations``, as a run's estimate counts them, and those of a
+            second in units of 1e9, ``gflops``.
         """
         torch.manual_seed(0)
         tiny = load("tiny", device=run.runtime.device)
@@ -102,13 +116,19 @@ class Throughput(TimingStudy):
             self.shape, device, self.dtype, tokenizer=tiny.tokenizer
         )
         rows: list[Row] = []
-        with run.progress("works", 4 * len(self.pairs) + len(self.works)) as advance:
+        candidates = self.candidates if is_of_loop(random_lm.model) else None
+        count = 4 * len(self.pairs) + 2 * len(self.works) + bool(candidates)
+        with run.progress("works", count) as advance:
             for lm in (tiny, random_lm):
                 for pairs in self.pairs:
                     rows += self.time_replies(run, lm, pairs)
                     advance(2)
-            for work in self.works:
-                rows += self.time_paper_work(run, random_lm, work)
+                tokens = min(self.tokens, TINY_TOKENS) if lm is tiny else self.tokens
+                for work in self.works:
+                    rows += self.time_paper_work(run, lm, work, tokens)
+                    advance(1)
+            if candidates:
+                rows += self.time_search(random_lm, candidates)
                 advance(1)
         return {"throughput": with_environment(rows)}
 
@@ -139,19 +159,53 @@ class Throughput(TimingStudy):
             *self.time_ways(run, lm, chosen, methods, f"{CHOICES} choices"),
         ]
 
-    def time_paper_work(self, run: Run, lm: LM, work: Work) -> list[Row]:
-        """Rows of the work of a table or figure of Yu et al. 2025."""
+    def time_paper_work(self, run: Run, lm: LM, work: Work, tokens: int) -> list[Row]:
+        """Rows of the work of a table or figure of Yu et al. 2025, in prompts of about so many tokens."""
         scale_channel = ScaleChannel.example(lm)
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         for factor in FACTORS[work]:
             methods[f"{factor:g}"] = replace(scale_channel, factor=factor)
         examples: list[Example] = []
         for question in range(self.questions):
-            examples += moved_gold(lm, self.tokens, question)
+            examples += moved_gold(lm, tokens, question)
         num_factors = len(methods) - 1
         factors = "1 factor" if num_factors == 1 else f"{num_factors} factors"
         name = f"{work}: unmodified and {factors}, {POSITIONS} positions"
         return self.time_ways(run, lm, examples, methods, name)
+
+    def time_search(self, lm: LM, count: int) -> list[Row]:
+        """Rows of the losses of an answer under the unmodified model and candidates of the channel search."""
+        example = moved_gold(lm, self.tokens, 0)[0]
+        pair = lm.answer_ids(example.prompt, example.answers[0])
+        template = ScaleChannel.example(lm)
+        candidates = [
+            replace(
+                template,
+                channel=index // len(SEARCH_FACTORS),
+                factor=SEARCH_FACTORS[index % len(SEARCH_FACTORS)],
+            )
+            for index in range(count)
+        ]
+        settings = [replace(template, factor=1.0), *candidates]
+
+        def by_hand() -> list[float]:
+            loop = PackedLoop(lm.model, [pair[0]], settings)
+            losses: list[float] = loop.losses(pair[1]).tolist()
+            return [round(loss, LOSS_DIGITS) for loss in losses]
+
+        def searched() -> list[float]:
+            losses: list[float] = candidate_losses(lm, [pair], candidates)[
+                :, 0
+            ].tolist()
+            return [round(loss, LOSS_DIGITS) for loss in losses]
+
+        rows = self.compared(
+            f"{lm.name}: channel search, {count} candidates, a prompt of {len(pair[0])} tokens",
+            {LIMIT: by_hand, SHARED: searched},
+            lm.device,
+            same=False,
+        )
+        return _with_limit(rows, LIMIT)
 
     def time_ways(
         self,
@@ -190,6 +244,13 @@ class Throughput(TimingStudy):
             asks, _ = stage_plan(replace(stage_run), lm, examples, methods)
             operations[way] = costs.flops(asks.estimate("evaluate", answered=True))
             ways[way] = partial(staged, stage_run, lm, examples, methods)
+        limit = SHARED
+        if not any(example.choices for example in examples):
+            ways[STOCK] = partial(stock_batches, lm, task, examples, methods, run)
+            limit = STOCK
+            if len(methods) > 1 and is_of_loop(lm.model):
+                ways[LIMIT] = partial(looped_by_hand, lm, task, examples, methods)
+                limit = LIMIT
         tokens_computed: dict[str, int] = {}
 
         def count_tokens(way: str) -> Outputs:
@@ -213,7 +274,13 @@ class Throughput(TimingStudy):
             row["tokens_computed"] = tokens_computed[way]
             row["operations"] = flops
             row["gflops"] = flops / row["seconds"] / 1e9
-        return rows
+        return _with_limit(rows, limit) if limit in (STOCK, LIMIT) else rows
+
+
+def _with_limit(rows: list[Row], limit: str) -> list[Row]:
+    """Rows with the seconds of each way over those of one of them, ``over_limit``."""
+    seconds = next(row["seconds"] for row in rows if row["way"] == limit)
+    return [{**row, "over_limit": row["seconds"] / seconds} for row in rows]
 
 
 def moved_gold(lm: LM, tokens: int, question: int) -> list[Example]:
@@ -281,6 +348,74 @@ def looped(
         with method.applied(lm):
             for example in examples:
                 outputs.append(_stock_reply(lm, task, example))
+    return outputs
+
+
+@inference_mode
+def stock_batches(
+    lm: LM,
+    task: KVRetrieval,
+    examples: Sequence[Example],
+    methods: Mapping[str, Method],
+    run: Run,
+) -> Outputs:
+    """The same replies from stock transformers in padded batches, the longest prompts first, method by method."""
+    tokenizer = lm.need_tokenizer()
+    outputs = []
+    for method in methods.values():
+        replies: dict[int, str] = {}
+        order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt))
+        with method.applied(lm):
+            for start in range(0, len(order), run.runtime.batch_size):
+                batch = order[start : start + run.runtime.batch_size]
+                prompts = tokenizer(
+                    [examples[i].prompt for i in batch],
+                    return_tensors="pt",
+                    padding=True,
+                    padding_side="left",
+                ).to(lm.device)
+                lm.tokens_read += int(prompts["attention_mask"].sum())
+                tokens = lm.model.generate(
+                    input_ids=prompts["input_ids"],
+                    attention_mask=prompts["attention_mask"],
+                    max_new_tokens=task.max_new_tokens,
+                    do_sample=False,
+                    pad_token_id=tokenizer.pad_token_id,
+                )
+                texts = tokenizer.batch_decode(
+                    tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
+                )
+                replies.update(zip(batch, texts, strict=True))
+        outputs += [replies[index] for index in range(len(examples))]
+    return outputs
+
+
+def looped_by_hand(
+    lm: LM,
+    task: KVRetrieval,
+    examples: Sequence[Example],
+    methods: Mapping[str, Method],
+) -> Outputs:
+    """The same replies from :class:`PackedLoop`, for the unmodified model and factors of one scale_channel."""
+    tokenizer = lm.need_tokenizer()
+    scaled = next(m for m in methods.values() if isinstance(m, ScaleChannel))
+    settings = [
+        method if isinstance(method, ScaleChannel) else scaled.neutral()
+        for method in methods.values()
+    ]
+    prompts = [tokenizer(example.prompt)["input_ids"] for example in examples]
+    loop = PackedLoop(lm.model, prompts, settings)
+    replies = loop.replies(task.max_new_tokens).unflatten(0, (len(examples), -1))
+    lm.tokens_read += loop.tokens
+    outputs = []
+    for of_method in replies.transpose(0, 1).tolist():
+        for ids in of_method:
+            end = (
+                ids.index(tokenizer.eos_token_id)
+                if tokenizer.eos_token_id in ids
+                else None
+            )
+            outputs.append(tokenizer.decode(ids[:end], skip_special_tokens=True))
     return outputs
 
 

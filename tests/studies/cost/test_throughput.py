@@ -29,8 +29,10 @@ def test_all_ways_give_the_same_outputs(
     run = run_of()
     rows = study.time_replies(run, tiny, 8)
     ways = ["one prompt at a time", "in batches", "in batches, prefills shared"]
-    assert [row["way"] for row in rows] == ways * 2
-    assert "7 prompts" in rows[0]["work"] and "4 choices" in rows[3]["work"]
+    assert [row["way"] for row in rows] == [*ways, throughput.STOCK, *ways]
+    assert "7 prompts" in rows[0]["work"] and "4 choices" in rows[4]["work"]
+    for row in rows[:4]:
+        assert row["over_limit"] == row["seconds"] / rows[3]["seconds"]
     replies = run_replies.reply_to_batch
 
     def wrong(*args: Any) -> list[dict[str, Any]]:
@@ -58,17 +60,22 @@ def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(
             )
             == 1
         )
-        (alone, batched, shared) = study.time_paper_work(run_of(), tiny, shape)
+        (alone, batched, shared, stock, by_hand) = study.time_paper_work(
+            run_of(), tiny, shape, 400
+        )
         ids = [tiny.encode(e.prompt).ids for e in examples]
         assert (
             alone["tokens_computed"]
             == batched["tokens_computed"]
+            == stock["tokens_computed"]
             == alone["tokens_asked"]
         )
         assert alone["tokens_asked"] == (1 + factors) * sum(map(len, ids))
         different = len({tuple(row[:n]) for row in ids for n in range(1, len(row))})
         last = len(ids) * (1 + factors)
         assert different + last <= shared["tokens_computed"] <= 1.15 * different + last
+        assert by_hand["tokens_computed"] <= shared["tokens_computed"]
+        assert by_hand["over_limit"] == 1
         assert least * shared["tokens_computed"] < shared["tokens_asked"]
 
 
@@ -79,22 +86,33 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
         "study.repeats=1",
         "study.tokens=64",
         "study.works=[Table 1]",
+        "study.candidates=5",
     ]
     result = posbench("study=throughput", *small)
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     rows = pd.read_csv(folder / "throughput.csv")
-    assert (
-        rows["work"].str.contains(", Table 1: ").all()
-        and rows["work"].str.startswith("small").all()
-    )
+    is_tiny = rows["work"].str.startswith("tiny")
+    assert len(rows[is_tiny]) == 5
+    rows = rows[~is_tiny]
+    assert rows["work"].str.startswith("small").all()
+    assert rows["over_limit"].notna().all()
+    is_search = rows["work"].str.contains("channel search, 5 candidates")
+    search, rows = rows[is_search], rows[~is_search]
+    assert search["way"].tolist() == [throughput.LIMIT, throughput.SHARED]
+    assert search["equal"].tolist() == [1, 1], "losses differ"
+    assert rows["work"].str.contains(", Table 1: ").all()
     assert rows["way"].tolist() == [
         throughput.ALONE,
         throughput.BATCHED,
         throughput.SHARED,
+        throughput.STOCK,
+        throughput.LIMIT,
     ]
     assert (rows["tokens_asked"] == rows["tokens_computed"]).tolist() == [
         True,
+        True,
+        False,
         True,
         False,
     ]
