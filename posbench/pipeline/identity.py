@@ -287,19 +287,24 @@ def _package_code(roots: Iterable[str]) -> list[tuple[str, bytes]]:
         roots: Dotted names of modules, beside those of :data:`ALWAYS`.
     """
     counted_folders = [paths.PACKAGE / part for part in (*ALWAYS, *BY_CHOICE)]
-    pending = [file for name in roots for file in _files_of_module(name)]
+    names = set(roots)
+    pending = [file for name in names for file in _files_of_module(name)]
     for part in ALWAYS:
         path = paths.PACKAGE / part
         pending += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    seen = set[Path]()
     modules = set[Path]()
     while pending:
         file = pending.pop()
-        is_counted = any(file.is_relative_to(folder) for folder in counted_folders)
-        if file in modules or not is_counted:
+        if file in seen:
+            continue
+        seen.add(file)
+        if not any(file.is_relative_to(folder) for folder in counted_folders):
             continue
         modules.add(file)
         for name in _code_of(file).imports:
-            if _is_ours(name):
+            if _is_ours(name) and name not in names:
+                names.add(name)
                 pending += _files_of_module(name)
     files = modules | _data_files(modules)
     return [

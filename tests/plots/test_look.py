@@ -32,6 +32,8 @@ from posbench.studies.yu2025 import hidden_perturbation as perturbed
 from tests import frames
 from tests.plots.test_search import GENERATIONS, PARTS, SEARCH
 
+pytestmark = pytest.mark.figures
+
 ROLES = (
     plot.BLACK,
     plot.GOLD_COLOUR,

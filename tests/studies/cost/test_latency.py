@@ -111,6 +111,7 @@ def test_ratios_are_taken_round_by_round(
     )
 
 
+@pytest.mark.figures
 def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     """Both ways of the search give equal losses, or it stops."""
     small = [

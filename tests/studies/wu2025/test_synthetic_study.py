@@ -177,6 +177,7 @@ def test_experiments_train_what_the_paper_prints(file: Path) -> None:
         assert (both["_merge"] == "both").all() and len(both) == 3 * len(settings)
 
 
+@pytest.mark.figures
 def test_results_of_a_folder(
     posbench: Callable[..., Result], outputs: Path, tmp_path: Path
 ) -> None:
