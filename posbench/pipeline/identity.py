@@ -269,7 +269,7 @@ def source_digest(classes: Iterable[type] = ()) -> str:
     own_code = {file: read_code(file) for file in own_files}
     roots |= {name for code in own_code.values() for name in code.imports}
     texts = [(file.name, code.text) for file, code in own_code.items()]
-    texts += _package_code(name for name in roots if _is_ours(name))
+    texts += _package_code(frozenset(filter(_is_ours, roots)))
     total = hashlib.sha256()
     for name, text in sorted(texts):
         total.update(name.encode() + text)
@@ -280,8 +280,11 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] == paths.PACKAGE.name
 
 
-def _package_code(roots: Iterable[str]) -> list[tuple[str, bytes]]:
+@cache
+def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
     """The code of posbench that moves numbers of runs with these modules, by its path in the package.
+
+    It is what it was when this process first looked.
 
     Args:
         roots: Dotted names of modules, beside those of :data:`ALWAYS`.
@@ -315,7 +318,7 @@ def _package_code(roots: Iterable[str]) -> list[tuple[str, bytes]]:
 
 @cache
 def _code_of(file: Path) -> SourceCode:
-    """A file of posbench, as it was when this process first looked."""
+    """The code of a file of posbench, read once by this process."""
     return read_code(file)
 
 

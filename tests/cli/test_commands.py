@@ -567,7 +567,7 @@ def test_open_questions_about_published_constants_are_read_by_who_uses_them(
         assert_names(shown, "constants", "Yu", "2025", "Table 4")
         assert all(word in shown for word in words)
     # Other constants are not the paper's, and nothing is said about them.
-    other = posbench(*rest, *stand_in, "method.channel=5")
+    other = posbench(*rest, *stand_in, "method.channel=5", "stages=[evaluate]")
     assert (
         other.status == 0 and "channel 5" in other.out and "constants:" not in other.out
     )
