@@ -2,19 +2,24 @@
 
 import base64
 import os
+import re
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Models this small gain nothing from a second thread, and lose much when test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
+
+from posbench import paths
 
 settings.register_profile("posbench", deadline=None)  # a machine may be slow
 settings.load_profile("posbench")
@@ -56,6 +61,35 @@ def forget_own_code() -> None:
         file = getattr(module, "__file__", None)
         if file is not None and Path(file).resolve().parent in own:
             del sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once() -> Iterator[None]:
+    """Let Hydra compose each choice of shipped files once, which takes a seventh of a small run; callers copy it."""
+    compose = hydra.compose
+    shipped = {str(folder) for folder in (paths.CONF, paths.EXPERIMENTS)}
+    made = dict[tuple[str, ...], Any]()
+
+    def compose_once(name: str, overrides: list[str], **settings: Any) -> Any:
+        entries = GlobalHydra.instance().config_loader().get_search_path().get_path()
+        key = (os.getcwd(), name, *(str(entry.path) for entry in entries), *overrides)
+        if not shipped.issuperset(re.findall(r"file://([^,\]]+)", " ".join(key))):
+            return compose(name, overrides, **settings)
+        if key not in made:
+            made[key] = compose(name, overrides, **settings)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra, "compose", compose_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced() -> Iterator[None]:
+    """Leave to the system when files reach the disk: a small run would wait for it 30 times, at 8 ms each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -188,7 +188,6 @@ def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
         "-m",
         *rest,
         *FIXED,
-        "stages=[evaluate,report]",
         "task.seed=0,1",
         "method.factor=1,0",
     )
@@ -223,9 +222,13 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
         "experiment.reference.setting.prompt=compact",
         "model.name=mistral7b",
     ]
-    stages = ["stages=[evaluate,report]", "task.pairs=8,12"]
     result = posbench(
-        "-m", "experiment=yu2025_table1_kv", *rest, *FIXED, *setting, *stages
+        "-m",
+        "experiment=yu2025_table1_kv",
+        *rest,
+        *FIXED,
+        *setting,
+        "task.pairs=8,12",
     )
     assert result.status == 0, result.err
     (swept,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
