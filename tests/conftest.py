@@ -67,14 +67,17 @@ def forget_own_code() -> None:
 def composed_once() -> Iterator[None]:
     """Let Hydra compose each choice of shipped files once, which takes a seventh of a small run; callers copy it."""
     compose = hydra.compose
-    shipped = {str(folder) for folder in (paths.CONF, paths.EXPERIMENTS)}
+    shipped = (paths.CONF, paths.EXPERIMENTS)
     made = dict[tuple[str, ...], Any]()
 
     def compose_once(name: str, overrides: list[str], **settings: Any) -> Any:
         entries = GlobalHydra.instance().config_loader().get_search_path().get_path()
-        key = (os.getcwd(), name, *(str(entry.path) for entry in entries), *overrides)
-        if not shipped.issuperset(re.findall(r"file://([^,\]]+)", " ".join(key))):
+        places = [str(entry.path) for entry in entries]
+        further = re.findall(r"file://([^,\]]+)", ",".join(overrides))
+        folders = [Path(place) for place in [*places, *further] if "://" not in place]
+        if not all(any(map(folder.is_relative_to, shipped)) for folder in folders):
             return compose(name, overrides, **settings)
+        key = (os.getcwd(), name, *places, *overrides)
         if key not in made:
             made[key] = compose(name, overrides, **settings)
         return made[key]
