@@ -70,12 +70,20 @@ def composed_once() -> Iterator[None]:
     shipped = (paths.CONF, paths.EXPERIMENTS)
     made = dict[tuple[str, ...], Any]()
 
+    def is_shipped(override: str) -> bool:
+        """Whether it chooses a file, not what the command line put under a name: model=DIR, method=from:RUN."""
+        group, _, choice = override.lstrip("+").partition("=")
+        folder = paths.CONF / group
+        return not folder.is_dir() or (folder / f"{choice}.yaml").is_file()
+
     def compose_once(name: str, overrides: list[str], **settings: Any) -> Any:
         entries = GlobalHydra.instance().config_loader().get_search_path().get_path()
         places = [str(entry.path) for entry in entries]
         further = re.findall(r"file://([^,\]]+)", ",".join(overrides))
         folders = [Path(place) for place in [*places, *further] if "://" not in place]
         if not all(any(map(folder.is_relative_to, shipped)) for folder in folders):
+            return compose(name, overrides, **settings)
+        if not all(map(is_shipped, overrides)):
             return compose(name, overrides, **settings)
         key = (os.getcwd(), name, *places, *overrides)
         if key not in made:

@@ -229,6 +229,7 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
         *FIXED,
         *setting,
         "task.pairs=8,12",
+        "stages=[evaluate,report]",
     )
     assert result.status == 0, result.err
     (swept,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
