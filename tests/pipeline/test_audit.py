@@ -28,7 +28,7 @@ COMMAND = [
     "model=tiny",
     "runtime.device=cpu",
     "runtime.threads=1",
-    "task.limit=4",
+    "task.limit=8",
     "task.positions=[0%,50%,100%]",
     "stages=[evaluate]",
 ]
