@@ -27,7 +27,7 @@ setup: $(VENV)/.ready ## make a virtual environment with the tested versions
 run: setup ## the main job on the embedded model: search, intervene, evaluate, report
 	$(BIN)/posbench $(ARGS)
 test: setup ## all tests but the slow ones (make test ARGS='-m slow') and those with a Slurm (-m cluster)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 test-portable: setup ## all tests under other instruction sets, threads, Pythons and versions (hours): ARGS='-s oldest', ARGS='--list'
 	$(BIN)/nox --noxfile tools/portable.py $(ARGS)
 lint: setup ## style and types

@@ -1,19 +1,25 @@
 """Shared fixtures: no network, a random checkpoint on disk, and the command line in this process."""
 
+import base64
 import os
+import re
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Models this small gain nothing from a second thread, and lose much when test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
+
+from posbench import paths
 
 settings.register_profile("posbench", deadline=None)  # a machine may be slow
 settings.load_profile("posbench")
@@ -21,6 +27,18 @@ settings.load_profile("posbench")
 PATH = [*sys.path]
 PROCESS = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
 """The command line as a process of its own; arguments follow."""
+BYTECODE = sys.dont_write_bytecode
+# Compiled test modules are kept, whatever the environment says: rewriting the asserts takes a third of the collection.
+sys.dont_write_bytecode = False
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAsTj2FAAAAABJRU5ErkJggg=="
+)
+"""A PNG."""
+
+
+def pytest_collection_finish() -> None:
+    """Keep nothing of the modules that tests write, and change within a second."""
+    sys.dont_write_bytecode = BYTECODE
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,62 @@ def forget_own_code() -> None:
         file = getattr(module, "__file__", None)
         if file is not None and Path(file).resolve().parent in own:
             del sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once() -> Iterator[None]:
+    """Let Hydra compose each choice of shipped files once, which takes a seventh of a small run; callers copy it."""
+    compose = hydra.compose
+    shipped = (paths.CONF, paths.EXPERIMENTS)
+    made = dict[tuple[str, ...], Any]()
+
+    def is_shipped(override: str) -> bool:
+        """Whether it chooses a file, not what the command line put under a name: model=DIR, method=from:RUN."""
+        group, _, choice = override.lstrip("+").partition("=")
+        folder = paths.CONF / group
+        return not folder.is_dir() or (folder / f"{choice}.yaml").is_file()
+
+    def compose_once(name: str, overrides: list[str], **settings: Any) -> Any:
+        entries = GlobalHydra.instance().config_loader().get_search_path().get_path()
+        places = [str(entry.path) for entry in entries]
+        further = re.findall(r"file://([^,\]]+)", ",".join(overrides))
+        folders = [Path(place) for place in [*places, *further] if "://" not in place]
+        if not all(any(map(folder.is_relative_to, shipped)) for folder in folders):
+            return compose(name, overrides, **settings)
+        if not all(map(is_shipped, overrides)):
+            return compose(name, overrides, **settings)
+        key = (os.getcwd(), name, *places, *overrides)
+        if key not in made:
+            made[key] = compose(name, overrides, **settings)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra, "compose", compose_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced() -> Iterator[None]:
+    """Leave to the system when files reach the disk: a small run would wait for it 30 times, at 8 ms each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def blank_figures(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write an empty picture for every figure, but in tests marked ``figures``: drawing is a quarter of a small run."""
+    if request.node.get_closest_marker("figures"):
+        return
+    from matplotlib.figure import Figure
+
+    def write_empty(figure: Figure, file: Any, *, format: str, **settings: Any) -> None:
+        svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt"/>'
+        file.write(svg if format == "svg" else PIXEL)
+
+    monkeypatch.setattr(Figure, "savefig", write_empty)
 
 
 @pytest.fixture(scope="session")

@@ -282,7 +282,7 @@ def source_digest(classes: Iterable[type] = ()) -> str:
     own_code = {file: read_code(file) for file in own_files}
     roots |= {name for code in own_code.values() for name in code.imports}
     texts = [(file.name, code.text) for file, code in own_code.items()]
-    texts += _package_code(name for name in roots if _is_ours(name))
+    texts += _package_code(frozenset(filter(_is_ours, roots)))
     keep_code()
     total = hashlib.sha256()
     for name, text in sorted(texts):
@@ -294,26 +294,34 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] == paths.PACKAGE.name
 
 
-def _package_code(roots: Iterable[str]) -> list[tuple[str, bytes]]:
+@cache
+def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
     """The code of posbench that moves numbers of runs with these modules, by its path in the package.
+
+    It is what it was when this process first looked.
 
     Args:
         roots: Dotted names of modules, beside those of :data:`ALWAYS`.
     """
     counted_folders = [paths.PACKAGE / part for part in (*ALWAYS, *BY_CHOICE)]
-    pending = [file for name in roots for file in _files_of_module(name)]
+    names = set(roots)
+    pending = [file for name in names for file in _files_of_module(name)]
     for part in ALWAYS:
         path = paths.PACKAGE / part
         pending += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    seen = set[Path]()
     modules = set[Path]()
     while pending:
         file = pending.pop()
-        is_counted = any(file.is_relative_to(folder) for folder in counted_folders)
-        if file in modules or not is_counted:
+        if file in seen:
+            continue
+        seen.add(file)
+        if not any(file.is_relative_to(folder) for folder in counted_folders):
             continue
         modules.add(file)
         for name in _code_of(file).imports:
-            if _is_ours(name):
+            if _is_ours(name) and name not in names:
+                names.add(name)
                 pending += _files_of_module(name)
     files = modules | _data_files(modules)
     return [
@@ -324,7 +332,7 @@ def _package_code(roots: Iterable[str]) -> list[tuple[str, bytes]]:
 
 @cache
 def _code_of(file: Path) -> SourceCode:
-    """A file of posbench, as it was when this process first looked."""
+    """The code of a file of posbench, read once by this process."""
     return read_code(file)
 
 

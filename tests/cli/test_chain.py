@@ -22,6 +22,7 @@ FEW = [
 
 
 @pytest.mark.slow
+@pytest.mark.figures
 def test_chain_is_made_of_its_links(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:

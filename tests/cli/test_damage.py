@@ -271,6 +271,7 @@ def test_rows_are_never_dropped_by_rescore(
         assert (folder / "metrics.csv").read_bytes() == tree.whole["metrics.csv"]
 
 
+@pytest.mark.figures
 def test_what_verbs_make_again_may_be_damaged(
     trees: Callable[[str, bool], Tree],
     tmp_path: Path,

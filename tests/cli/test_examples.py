@@ -135,6 +135,7 @@ def test_in_a_list_of_methods(own: str, posbench, outputs: Path) -> None:
     assert parts["damp"]["strength"] == 0.25 and parts["scale_channel"]["factor"] == 0
 
 
+@pytest.mark.figures
 def test_the_study_under_a_method(own: str, posbench, outputs: Path) -> None:
     result = posbench(
         own,

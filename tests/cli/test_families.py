@@ -33,10 +33,14 @@ def _checkpoint(name: str, folder: Path) -> Path:
     return folder
 
 
+FEW = ["task.limit=4", "task.calibration_examples=4", "runtime.resamples=100"]
+
+
 def _settings(small: list[str]) -> list[str]:
-    """The small run without its model, search and stages."""
+    """The small run without its model, search and stages, with fewer prompts."""
     replaced = ("model=", "model.path=", "model.name=", "search=", "stages=")
-    return [override for override in small if not override.startswith(replaced)]
+    own = [override for override in small if not override.startswith(replaced)]
+    return [*own, *FEW]
 
 
 MODELS = {build(name).config.model_type: name for name in reversed(BUILDERS)}

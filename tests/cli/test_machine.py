@@ -149,6 +149,7 @@ def test_names_are_no_markup(posbench: Callable[..., Result], tmp_path: Path) ->
 
 SMALL = [
     "task.limit=4",
+    "task.positions=[0%,50%,100%]",
     "runtime.batch_tokens=512",
     "runtime.intervene_examples=2",
     "runtime.resamples=100",

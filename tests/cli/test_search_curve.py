@@ -59,6 +59,7 @@ def _only(outputs: Path) -> Path:
     return folder
 
 
+@pytest.mark.figures
 def test_a_search_leaves_its_tables_and_figures_and_the_method_uses_what_it_found(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:

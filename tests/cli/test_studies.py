@@ -17,6 +17,7 @@ from tests.messages import assert_names
 ROLLOUT = ["study=rollout", "study.prompts=6", "study.tokens=32", "study.parts=4"]
 
 
+@pytest.mark.figures
 def test_study_writes_tables_figures_and_verdicts_and_draws_them_again(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

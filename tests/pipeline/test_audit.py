@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from posbench.cli.main import main
 from posbench.model.lm import LM
 from posbench.pipeline.audit import audit_rows
 from posbench.pipeline.execute import make_run_folder
@@ -26,15 +28,25 @@ COMMAND = [
     "model=tiny",
     "runtime.device=cpu",
     "runtime.threads=1",
-    "task.limit=4",
+    "task.limit=8",
+    "task.positions=[0%,50%,100%]",
     "stages=[evaluate]",
 ]
 FILE = "predictions.jsonl"
 
 
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of a finished run, which no test changes."""
+    outputs = tmp_path_factory.mktemp("finished")
+    assert main([*COMMAND, f"runtime.outputs={outputs}"]) == 0
+    return outputs
+
+
 @pytest.fixture
-def finished(posbench: Callable[..., Result], outputs: Path) -> Path:
-    assert posbench(*COMMAND).status == 0
+def finished(made_once: Path, outputs: Path) -> Path:
+    """A copy of that run."""
+    shutil.copytree(made_once, outputs)
     (folder,) = run_folders(outputs)
     return folder
 

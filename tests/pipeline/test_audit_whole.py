@@ -270,6 +270,7 @@ def test_a_served_run_is_proven_but_for_its_replies(
         rows = [dict(row) for row in whole]
         PLANTED[name][0](rows)
         write(out, rows)
-        result = posbench("audit", str(folder), verb=True)
-        assert result.status == 2
-        assert_names(result.err, "audit", named)
+        assert_names(audit(out, None).words, named)
+    result = posbench("audit", str(folder), verb=True)
+    assert result.status == 2
+    assert_names(result.err, "audit", named)

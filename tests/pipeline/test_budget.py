@@ -38,7 +38,7 @@ from tests.conftest import Result, config_of, run_folders
 from tests.messages import assert_names, assert_refused
 
 POSBENCH = Callable[..., Result]
-EVALUATE = ["stages=[evaluate,report]", "method=none"]
+EVALUATE = ["stages=[evaluate]", "method=none"]
 
 
 # Arithmetic

@@ -44,12 +44,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     monkeypatch.setattr(paths, "PACKAGE", copy)
     yield copy
+    _forget_code()
+
+
+def _forget_code() -> None:
     identity._code_of.cache_clear()
+    identity._package_code.cache_clear()
 
 
 def _digest(*classes: type) -> str:
     """What a process that starts now would find."""
-    identity._code_of.cache_clear()
+    _forget_code()
     return identity.source_digest(classes)
 
 

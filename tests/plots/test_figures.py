@@ -20,6 +20,8 @@ from posbench.stats.scores import SUBSET_COLUMNS
 from tests.frames import AFTER, BEFORE, attention, channels, metrics, search, sweep
 from tests.messages import assert_names, refused
 
+pytestmark = pytest.mark.figures
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -27,6 +27,8 @@ from wu2025.rollout import RESIDUAL_SHARES, rollout_figure
 from yu2025 import ablations, channel_subtraction, crop_mask, doubling
 from yu2025 import hidden_perturbation as perturbed
 
+pytestmark = pytest.mark.figures
+
 ROLES = (
     plot.BLACK,
     plot.GOLD_COLOUR,

@@ -167,6 +167,7 @@ def compared(
     return found, pairing_note(a, b, found)
 
 
+@pytest.mark.figures
 def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     files, told, said = write_comparison([runs["better"], runs["best"]])
     out = runs["best"].parents[2] / "compare/aaaa0001_aaaa0002"

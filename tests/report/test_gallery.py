@@ -27,6 +27,8 @@ from tests.frames import metrics, sweep
 from tests.messages import assert_line_names, assert_names, refused
 from tools import pages
 
+pytestmark = pytest.mark.figures
+
 SPECIAL = r"a & b % c $ d # e _ f { g } h ~ i ^ j \ k < l > m | n"
 
 

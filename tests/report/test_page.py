@@ -25,6 +25,8 @@ from tests.frames import (
 )
 from tests.messages import assert_names, refused
 
+pytestmark = pytest.mark.figures
+
 SEARCHED = (
     "stages: [search]\nsearch: {_target_: posbench.search.channel.ChannelSearch}\n"
 )

@@ -376,6 +376,7 @@ def test_a_factor_that_amplifies_the_bias_is_seen_from_zero_up(tmp_path: Path) -
     )
 
 
+@pytest.mark.figures
 def test_the_page_of_a_sweep_shows_the_trend(tmp_path: Path) -> None:
     rows, findings = trends(_runs(tmp_path / "runs", 1.0), ["method.factor"])
     write_csv(tmp_path / "trend.csv", rows)

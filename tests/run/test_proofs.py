@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from posbench.cli.main import main
 from posbench.files.digests import Content
 from posbench.pipeline import execute, sharing
 from posbench.pipeline.config import Config
@@ -75,6 +76,28 @@ def test_the_digest_of_a_request_is_that_of_its_token_ids(
         assert row["request"] == hashlib.sha256(ids).hexdigest()[:12]
 
 
+def digests_of(folder: Path) -> dict[str, set[str]]:
+    """What answered the rows of each method."""
+    rows = rows_of(folder)
+    return {
+        name: {row["computation"] for row in rows if row["method"] == name}
+        for name in ("none", "scale_channel")
+    }
+
+
+@pytest.fixture(scope="module")
+def answered(
+    small: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], dict[str, set[str]]]:
+    """A run's command, and what answered its rows."""
+    folder = tmp_path_factory.mktemp("answered")
+    write_key_values(folder / "data.jsonl", seed=1)
+    command = [*small, *FIXED, FACTOR, "task.limit=4"]
+    command.append(f"task.path={folder / 'data.jsonl'}")
+    assert main([*command, f"runtime.outputs={folder / 'outputs'}"]) == 0
+    return command, digests_of(only(folder / "outputs"))
+
+
 @pytest.mark.parametrize(
     ("override", "unmodified_same", "method_same"),
     [
@@ -91,23 +114,14 @@ def test_what_answers_is_told_by_its_digest(
     override: str,
     unmodified_same: bool,
     method_same: bool,
-    command: list[str],
+    answered: tuple[list[str], dict[str, set[str]]],
     posbench: Callable[..., Result],
-    tmp_path: Path,
+    outputs: Path,
 ) -> None:
-    digests = []
-    for number, arguments in enumerate((command, [*command, override])):
-        outputs = tmp_path / str(number)
-        call = posbench(*arguments, f"runtime.outputs={outputs}", verb=True)
-        assert call.status == 0, call.err
-        rows = rows_of(only(outputs))
-        digests.append(
-            {
-                name: {row["computation"] for row in rows if row["method"] == name}
-                for name in ("none", "scale_channel")
-            }
-        )
-    before, after = digests
+    command, before = answered
+    call = posbench(*command, override)
+    assert call.status == 0, call.err
+    after = digests_of(only(outputs))
     assert all(len(values) == 1 for values in before.values())
     assert before["none"] != before["scale_channel"]
     assert (before["none"] == after["none"]) is unmodified_same

@@ -55,6 +55,7 @@ def test_differences_by_hand() -> None:
     )
 
 
+@pytest.mark.figures
 def test_without_a_gpu_nothing_about_one_is_said(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_ratios_are_taken_round_by_round(
     )
 
 
+@pytest.mark.figures
 def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     """Both ways of the search give equal losses, or it stops."""
     small = [
@@ -151,7 +152,8 @@ def test_a_method_of_ones_own_is_measured_and_tells_runs_apart(
         "study.repeats=1",
     ]
     for own in ([], [OWN]):
-        assert posbench("study=latency", *own, *small).status == 0
+        args = ("study=latency", "stages=[study]", *own, *small)
+        assert posbench(*args).status == 0
     found = [
         set(pd.read_csv(run / "generation.csv")["way"]) for run in run_folders(outputs)
     ]

@@ -76,7 +76,7 @@ def test_study_trains_and_goes_on(
     assert "not testable" in (folder / "report.html").read_text(), (
         "nobody learns in six iterations"
     )
-    assert posbench(*TINY, "study.iterations=10").status == 0
+    assert posbench(*TINY, "study.iterations=10", "stages=[study]").status == 0
     assert steps == 2 * 2 * 10, "the second run goes on from the first"
     (later,) = [f for f in run_folders(outputs) if f != folder]
     both = pd.read_csv(later / "gaps.csv", keep_default_na=False)
@@ -179,6 +179,7 @@ def test_experiments_train_what_the_paper_prints(file: Path) -> None:
         assert (both["_merge"] == "both").all() and len(both) == 3 * len(settings)
 
 
+@pytest.mark.figures
 def test_results_of_a_folder(
     posbench: Callable[..., Result], outputs: Path, tmp_path: Path
 ) -> None:

@@ -795,7 +795,7 @@ def test_the_order_of_three_positions_says_nothing(
 ) -> None:
     call = ["model=tiny", "study=attention_to_gold", "study.examples=6"]
     call += ["task.positions=[0,5,11]", "study.items=[12]", "task.pairs=12"]
-    result = posbench(*call, "runtime.device=cpu")
+    result = posbench(*call, "runtime.device=cpu", "stages=[study]")
     assert result.status == 0, result.err
     (run,) = run_folders(outputs)
     findings = pd.read_csv(run / "findings.csv")
