@@ -32,7 +32,6 @@ ALWAYS = (
     "stats",
     "model",
     "measure",
-    "backends/asking.py",
     "run",
     "pipeline/stages",
     "schema.py",
@@ -41,7 +40,6 @@ ALWAYS = (
 )
 """Parts of the package that can move a number of any run."""
 BY_CHOICE = (
-    "backends",
     "tasks",
     "theory",
     "methods",
@@ -51,6 +49,8 @@ BY_CHOICE = (
     "embedded",
 )
 """Parts of which a run uses what its classes import. A changed figure, page or message moves no number."""
+BACKENDS = "backends"
+"""The part of runs whose model is not in this process."""
 DATA_SUFFIXES = (".json", ".yaml", ".jinja")
 """Files beside the code that it computes with: tables, shapes and chat templates."""
 SERVED_SETTINGS = (
@@ -303,7 +303,10 @@ def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
     Args:
         roots: Dotted names of modules, beside those of :data:`ALWAYS`.
     """
-    counted_folders = [paths.PACKAGE / part for part in (*ALWAYS, *BY_CHOICE)]
+    counted = [*ALWAYS, *BY_CHOICE]
+    if any(name.startswith(f"posbench.{BACKENDS}.") for name in roots):
+        counted.append(BACKENDS)
+    counted_folders = [paths.PACKAGE / part for part in counted]
     names = set(roots)
     pending = [file for name in names for file in _files_of_module(name)]
     for part in ALWAYS:
