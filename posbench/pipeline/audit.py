@@ -35,7 +35,7 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
-from posbench.run.replies import STAGE, plan_batches
+from posbench.run.replies import STAGE, ReplyBatches
 from posbench.run.reply_rows import (
     FIELDS_OF_EXAMPLE,
     FIELDS_OF_SCORE,
@@ -206,9 +206,9 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
             subject = Subject(plain_run, row["method"], methods[row["method"]])
             example = examples[row["id"]]
             encoded = plain_run.prompts.encode([example])
-            plan, compute = plan_batches([subject], encoded, [example])
+            plan = ReplyBatches([subject], [example], encoded)
             (request,) = plan.order
-            (plain_row,) = compute([request])
+            (plain_row,) = plan.answer([request])
             field = _first_difference(row, as_json(plain_row))
             extra = sorted(
                 row.keys() - plain_row.keys() - {*request.key, REQUEST, COMPUTATION}

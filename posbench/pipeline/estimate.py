@@ -26,6 +26,7 @@ from posbench.pipeline.prepare import build_run
 from posbench.pipeline.stages.intervene import plan_attention
 from posbench.report.terminal import text_table
 from posbench.run.base import Run
+from posbench.run.batch_plan import BatchPlan
 from posbench.run.cost import (
     Costs,
     InspectionPasses,
@@ -36,7 +37,7 @@ from posbench.run.cost import (
 from posbench.run.heartbeat import doing
 from posbench.run.plan import Subject
 from posbench.run.progress import duration
-from posbench.run.replies import plan_batches
+from posbench.run.replies import ReplyBatches
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
@@ -230,9 +231,9 @@ def _estimate_rows(
     run.evaluation, factor = _sample(examples, characters)
     encoded = run.prompts.encode(run.evaluation)
     if stage == "evaluate":
-        plan, _ = plan_batches(subjects, encoded, run.evaluation)
+        plan: BatchPlan = ReplyBatches(subjects, run.evaluation, encoded)
     else:
-        plan, _ = plan_attention(subjects, encoded)
+        plan = plan_attention(subjects, encoded)
     work = plan.estimate(stage, answered=stage == "evaluate").times(factor)
     return replace(work, prompts=len(subjects) * len(examples))
 
@@ -248,9 +249,8 @@ def _estimate_passes(
     study_run.lm = run.lm
     study_run.evaluation, factor = _sample(passes.examples, characters)
     encoded = study_run.prompts.encode(study_run.evaluation)
-    plan, _ = plan_batches(
-        [Subject(study_run, "", Unmodified())], encoded, study_run.evaluation
-    )
+    subject = Subject(study_run, "", Unmodified())
+    plan = ReplyBatches([subject], study_run.evaluation, encoded)
     reading = plan.estimate("study", answered=False).times(factor * passes.times)
     replies = plan.estimate("study: replies", answered=True)
     replies = replies.times(factor * passes.replies)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -49,9 +50,6 @@ log = logging.getLogger(__name__)
 
 Prompts = Mapping[str, Encoded]
 """Prompts by the id of their example."""
-
-MakeBatches = Callable[[Sequence[Example], Prompts, BatchShape], list[list[Example]]]
-"""Groups examples, given their prompts, into batches."""
 
 BATCHES_PER_GROUP = 2
 """A group has at most the tokens of so many batches: a killed run repeats one group's prefill, and groups are
@@ -168,18 +166,17 @@ class _Prefills:
 class BatchPlan(Plan):
     """Examples under methods, batch by batch.
 
-    A batch is of one method, or of several that are decoded together (``packs``). Batches depend on examples,
+    A batch is of one method, or of several that are decoded together (:attr:`packs`). Batches depend on examples,
     methods, model and runtime alone, so that a resumed run forms the same ones.
 
     Args:
         subjects: The methods.
         examples: The examples, each of which is asked under each method.
         encoded: Prompts by the id of their example.
-        make_batches: Groups examples into batches.
-        packs: Whether methods that continue one prefill share batches where prompts have replies: see
-            :func:`posbench.methods.packed.packed`.
 
     Attributes:
+        packs: Whether methods that go on from one prefill share a batch.
+        run: The run that the batches are sized for: the first of several.
         lm: The model.
         runtime: Sizes of batches, and memory for shared prefills.
         encoded: As given.
@@ -187,23 +184,22 @@ class BatchPlan(Plan):
         requested_tokens: Prompt tokens of the batches that were run.
     """
 
+    packs = False
+
     def __init__(
         self,
         subjects: Sequence[Subject],
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
-        make_batches: MakeBatches,
-        packs: bool = False,
     ) -> None:
         super().__init__(subjects, examples)
-        run = subjects[0].run
-        self.lm = run.lm
-        self.runtime = run.runtime
+        self.run = subjects[0].run
+        self.lm = self.run.lm
+        self.runtime = self.run.runtime
         self.encoded = encoded
         self.notes: list[str] = []
         self.requested_tokens = 0
-        self._make_batches = make_batches
-        self._packs_methods = packs and can_pack(self.lm.model)
+        self._packs_methods = self.packs and can_pack(self.lm.model)
         self._prefills = _Prefills(self.lm, self.runtime, encoded)
         self._groups: list[PrefillGroup] = []
         # By the id() of a subject and by decoding: subjects have no hash.
@@ -221,6 +217,12 @@ class BatchPlan(Plan):
             self._add_round(number, questions)
         self.notes = list(dict.fromkeys(self.notes))
 
+    @abstractmethod
+    def make_batches(
+        self, examples: Sequence[Example], prompts: Prompts, shape: BatchShape
+    ) -> list[list[Example]]:
+        """Return examples, given their prompts, grouped into batches."""
+
     def _prompts_of(self, subject: Subject) -> Prompts:
         """The prompts that a subject asks, by the id of the example."""
         rewritten = self._rewritten.get(id(subject))
@@ -236,7 +238,7 @@ class BatchPlan(Plan):
         for subject in self._subjects:
             prompts = self._prompts[id(subject)]
             if id(prompts) not in batches_of_prompts:
-                batches = self._make_batches(examples, prompts, BatchShape())
+                batches = self.make_batches(examples, prompts, BatchShape())
                 batches_of_prompts[id(prompts)] = batches
             for batch in batches_of_prompts[id(prompts)]:
                 order += [Request(subject, example) for example in batch]
@@ -249,14 +251,14 @@ class BatchPlan(Plan):
         for index, subject in enumerate(self._subjects):
             if id(subject) in self._rewritten:
                 prompts = self._prompts[id(subject)]
-                for batch in self._make_batches(examples, prompts, BatchShape()):
+                for batch in self.make_batches(examples, prompts, BatchShape()):
                     group = PrefillGroup(batch, None, [subject.method])
                     self._add_group(number, group, [subject], [batch])
             else:
                 prefill_method = subject.method.prefill() if groups else None
                 members = by_prefill.setdefault(repr(prefill_method or index), [])
                 members.append(subject)
-        single_batches = self._make_batches(examples, self.encoded, BatchShape())
+        single_batches = self.make_batches(examples, self.encoded, BatchShape())
         for members in by_prefill.values():
             methods = [subject.method for subject in members]
             prefill_method = methods[0].prefill() if groups else None
@@ -268,7 +270,7 @@ class BatchPlan(Plan):
                         self._add_shared_group(number, group, members, batch_tokens)
                         in_groups.update(example.id for example in shared)
                 different = [e for e in examples if e.id not in in_groups]
-                for batch in self._make_batches(different, self.encoded, BatchShape()):
+                for batch in self.make_batches(different, self.encoded, BatchShape()):
                     group = PrefillGroup(batch, None, methods)
                     self._add_group(number, group, members, [batch])
                 continue
@@ -325,13 +327,13 @@ class BatchPlan(Plan):
         self._groups.append(group)
         for pack in packs:
             shape = BatchShape(max_tokens, len(pack), self._prompt_copies(pack))
-            for batch in self._make_batches(replied, self.encoded, shape):
+            for batch in self.make_batches(replied, self.encoded, shape):
                 self._add_batch(round_number, pack, batch)
         alone = [subject for subject in members if id(subject) not in in_packs]
         shape = BatchShape(max_tokens)
         for subjects, examples in ((alone, replied), (members, chosen)):
             if subjects and examples:
-                for batch in self._make_batches(examples, self.encoded, shape):
+                for batch in self.make_batches(examples, self.encoded, shape):
                     for subject in subjects:
                         self._add_batch(round_number, [subject], batch)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,6 @@ from posbench.tasks import Example
 from posbench.tasks.base import num_questions, split_into_rounds
 
 log = logging.getLogger(__name__)
-
-Compute = Callable[[Sequence["Request"]], list[Row]]
-"""The rows of a batch, without what identifies them."""
 
 
 class Subject(NamedTuple):
@@ -123,6 +120,15 @@ class Plan(ABC):
         """Return what the row of a request proves itself by: what was asked, and what answered."""
 
     @abstractmethod
+    def answer(self, batch: Sequence[Request]) -> list[Row]:
+        """Return the rows of a batch, one per request, in order, without the fields that identify them.
+
+        Raises:
+            RuntimeError: The batch failed: its rows carry the error, and the next run of the same command asks again.
+            UserError: Something that the user can correct: nothing more is asked.
+        """
+
+    @abstractmethod
     def size(self, request: Request) -> float:
         """Return the size of a request, in a unit that its time is proportional to."""
 
@@ -143,7 +149,6 @@ class Plan(ABC):
         run: Run,
         file: str,
         stage: str,
-        compute: Compute,
         rules: StopRules | None = None,
     ) -> list[Row]:
         """Compute every row that a file of the run lacks, and return all rows.
@@ -156,7 +161,6 @@ class Plan(ABC):
             run: The run.
             file: Name of the JSON-lines file in its folder.
             stage: The stage.
-            compute: Rows of a batch.
             rules: What may end the run; its :attr:`~StopRules.stop` then says where.
         """
         rules = rules or StopRules()
@@ -164,7 +168,7 @@ class Plan(ABC):
         merge_rows(run.out, file, proofs)
         with self._announce(run, stage):
             if run.main_out or run.workers:
-                shard_rows = self._complete_shard(run, file, stage, compute)
+                shard_rows = self._complete_shard(run, file, stage)
                 if run.main_out:
                     run.out.mark(file, done=True)
                     return shard_rows
@@ -176,7 +180,7 @@ class Plan(ABC):
                 stage,
                 self.batches,
                 _request_key,
-                compute,
+                self.answer,
                 self.order,
                 self.proof,
                 self.schedule(rules, run, file),
@@ -224,9 +228,7 @@ class Plan(ABC):
             if request.subject.run is run
         }
 
-    def _complete_shard(
-        self, run: Run, file: str, stage: str, compute: Compute
-    ) -> list[Row]:
+    def _complete_shard(self, run: Run, file: str, stage: str) -> list[Row]:
         """Compute the rows of this process's shard, while the workers of the run make the others."""
         out = run.main_out or run.out
         finished = finished_keys(out, file, self._proofs_of(run))
@@ -248,10 +250,10 @@ class Plan(ABC):
         if not own_batches:
             return []
         return run.rows.complete(
-            file, stage, own_batches, _request_key, compute, proof=self.proof
+            file, stage, own_batches, _request_key, self.answer, proof=self.proof
         )
 
-    def fill(self, run: Run, file: str, stage: str, compute: Compute) -> None:
+    def fill(self, run: Run, file: str, stage: str) -> None:
         """Compute the rows that the runs of the plan lack, and append each to the folder of its run.
 
         What fails is logged, and left to the runs that it belongs to. A shard of one run is completed.
@@ -260,10 +262,9 @@ class Plan(ABC):
             run: The run that shows progress.
             file: Name of the JSON-lines file in each run's folder.
             stage: The stage.
-            compute: Rows of a batch.
         """
         if run.main_out:
-            self.complete(run, file, stage, compute)
+            self.complete(run, file, stage)
             return
         finished = dict[Path, set[RowKey]]()
         for subject in self._subjects:
@@ -288,7 +289,7 @@ class Plan(ABC):
                 members = [s for s in subjects_of(batch) if id(s) not in failed]
                 if members:
                     try:
-                        rows = compute(batch)
+                        rows = self.answer(batch)
                     except (RuntimeError, UserError) as error:
                         for subject in members:
                             name = subject.run.out.path.name

@@ -12,7 +12,7 @@ from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Prompts
-from posbench.run.plan import Compute, Plan, Request, Subject
+from posbench.run.plan import Plan, Request, Subject
 from posbench.run.reply_rows import make_row
 from posbench.run.stop import StopRules
 from posbench.stats.outcomes import is_scorable
@@ -41,54 +41,49 @@ def scored_replies(
         The rows of each method, by its name.
     """
     subjects = [Subject(run, name, method) for name, method in methods.items()]
-    plan, compute = plan_replies(subjects, encoded)
-    rows = plan.complete(run, file, STAGE, compute, rules)
+    plan = plan_replies(subjects, encoded)
+    rows = plan.complete(run, file, STAGE, rules)
     return {name: [row for row in rows if row["method"] == name] for name in methods}
 
 
-def plan_replies(
-    subjects: Sequence[Subject],
-    encoded: Mapping[str, Encoded],
-    examples: Sequence[Example] | None = None,
-) -> tuple[Plan, Compute]:
-    """Plan the replies to examples, of runs that differ in their methods alone.
+def plan_replies(subjects: Sequence[Subject], encoded: Mapping[str, Encoded]) -> Plan:
+    """Plan the replies to the evaluation examples, of runs that differ in their methods alone.
 
     Args:
         subjects: The methods.
         encoded: The prompts by the id of their example.
-        examples: The examples; None: those of the evaluation.
-
-    Returns:
-        The plan, and a function that computes the rows of a batch.
     """
     run = subjects[0].run
-    if examples is None:
-        examples = run.evaluation
     if run.model.in_process:
-        return plan_batches(subjects, encoded, examples)
+        return ReplyBatches(subjects, run.evaluation, encoded)
     from posbench.run.served_plan import ServedPlan
 
-    served = ServedPlan(subjects, examples, encoded)
-    return served, served.answer
+    return ServedPlan(subjects, run.evaluation, encoded)
 
 
-def plan_batches(
-    subjects: Sequence[Subject],
-    encoded: Mapping[str, Encoded],
-    examples: Sequence[Example],
-) -> tuple[BatchPlan, Compute]:
-    """Plan replies of a model in process; see :func:`plan_replies`."""
-    run = subjects[0].run
+class ReplyBatches(BatchPlan):
+    """Replies of a model in process to examples."""
 
-    def compute(batch: Sequence[Request]) -> list[Row]:
-        return [row for part in plan.parts(batch) for row in reply_to(part)]
+    packs = True
 
-    def reply_to(batch: Sequence[Request]) -> list[Row]:
-        asked_prompts = [plan.asked_prompt(request) for request in batch]
+    def make_batches(
+        self, examples: Sequence[Example], prompts: Prompts, shape: BatchShape
+    ) -> list[list[Example]]:
+        """See :meth:`posbench.run.batch_plan.BatchPlan.make_batches`."""
+        return self.run.prompts.batches(examples, prompts, shape=shape)
+
+    def answer(self, batch: Sequence[Request]) -> list[Row]:
+        """See :meth:`posbench.run.plan.Plan.answer`."""
+        return [row for part in self.parts(batch) for row in self._reply_to(part)]
+
+    def _reply_to(self, batch: Sequence[Request]) -> list[Row]:
+        """The rows of requests that the model reads together."""
+        run = self.run
+        asked_prompts = [self.asked_prompt(request) for request in batch]
         examples = [prompt.example for prompt in asked_prompts]
         prompts = {prompt.example.id: prompt.encoded for prompt in asked_prompts}
-        with plan.applied(batch) as prefix:
-            texts = reply_to_batch(run.lm, run.task, examples, prompts, prefix)
+        with self.applied(batch) as prefix:
+            texts = reply_to_batch(self.lm, run.task, examples, prompts, prefix)
         rows = []
         for request, prompt, reply in zip(batch, asked_prompts, texts, strict=True):
             row = make_row(run, request.example, prompt.encoded, reply)
@@ -96,14 +91,6 @@ def plan_batches(
                 row["rewritten_prompt"] = prompt.example.prompt
             rows.append(row)
         return rows
-
-    def make_batches(
-        examples: Sequence[Example], prompts: Prompts, shape: BatchShape
-    ) -> list[list[Example]]:
-        return run.prompts.batches(examples, prompts, shape=shape)
-
-    plan = BatchPlan(subjects, examples, encoded, make_batches, packs=True)
-    return plan, compute
 
 
 def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:

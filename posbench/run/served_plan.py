@@ -87,12 +87,7 @@ class ServedPlan(Plan):
         return _Questions(self, rules, run, file)
 
     def answer(self, batch: Sequence[Request]) -> list[Row]:
-        """Ask for the reply to the request of a batch, and return its row.
-
-        Raises:
-            UserError: The server decodes otherwise than when the run began.
-            RequestError: It gave no reply.
-        """
+        """See :meth:`posbench.run.plan.Plan.answer`; a batch is one request."""
         (request,) = batch
         run = self._run
         backend = run.backend

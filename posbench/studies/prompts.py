@@ -368,25 +368,13 @@ class Prompts:
         if method.prefill() != method:
             return self.complete(file, label, key, lambda batch: compute(batch, None))
 
-        def plan(
-            examples: Sequence[Example],
-            prompts: Mapping[str, Encoded],
-            shape: BatchShape,
-        ) -> list[list[Example]]:
-            return run.prompts.batches(examples, prompts, self.task, shape)
-
-        subject = Subject(run, "", Unmodified())
-        asks = BatchPlan([subject], self.examples, self.encoded, plan)
-
-        def compute_batch(batch: Sequence[Request]) -> list[Row]:
-            with asks.applied(batch) as prefix:
-                return compute([ask.example for ask in batch], prefix)
+        plan = _ReadBatches(run, self.examples, self.encoded, self.task, compute)
 
         def row_key(ask: Request) -> Row:
             return {**key, "id": ask.example.id}
 
         rows = run.rows.complete(
-            file, label, asks.batches, row_key, compute_batch, asks.order
+            file, label, plan.batches, row_key, plan.answer, plan.order
         )
         return {row["id"]: row for row in rows}
 
@@ -456,6 +444,42 @@ class Prompts:
 
         label = variant.replace("_", " ")
         return self.complete("rows.jsonl", label, {"variant": variant}, compute)
+
+
+class _ReadBatches(BatchPlan):
+    """Prompts that a study reads on the unmodified model, each shared prefix once.
+
+    Args:
+        run: The run.
+        examples: The examples.
+        encoded: Their prompts by id.
+        task: Their task.
+        compute: Makes the rows of a batch, given its prefix.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        examples: Sequence[Example],
+        encoded: Mapping[str, Encoded],
+        task: Task,
+        compute: ComputeRowsOnPrefix,
+    ) -> None:
+        self._task = task
+        self._compute = compute
+        super().__init__([Subject(run, "", Unmodified())], examples, encoded)
+
+    def make_batches(
+        self,
+        examples: Sequence[Example],
+        prompts: Mapping[str, Encoded],
+        shape: BatchShape,
+    ) -> list[list[Example]]:
+        return self.run.prompts.batches(examples, prompts, self._task, shape)
+
+    def answer(self, batch: Sequence[Request]) -> list[Row]:
+        with self.applied(batch) as prefix:
+            return self._compute([request.example for request in batch], prefix)
 
 
 def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

@@ -58,9 +58,9 @@ def test_tokens_are_those_that_the_model_reads(share, method, tiny, monkeypatch)
         lm, before, held[:] = run.lm, run.lm.tokens_read, [0]
         methods = {UNMODIFIED: Unmodified(), method: config.method_under_test().trial()}
         asked = [Subject(run, *each) for each in methods.items()]
-        asks, compute = make_plan(asked, run.prompts.encode(run.evaluation))
+        asks = make_plan(asked, run.prompts.encode(run.evaluation))
         for batch in asks.batches:
-            compute(batch)
+            asks.answer(batch)
         assert (
             lm.tokens_read - before == work.computed_tokens
             and asks.requested_tokens == work.tokens

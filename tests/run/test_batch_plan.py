@@ -120,10 +120,7 @@ def run_of(*overrides):
 
 def plan_of(run, methods):
     encoded = run.prompts.encode(run.evaluation)
-    plan, compute = plan_replies(
-        [Subject(run, *each) for each in methods.items()], encoded
-    )
-    return plan, compute
+    return plan_replies([Subject(run, *each) for each in methods.items()], encoded)
 
 
 def test_the_batches_of_a_method_do_not_depend_on_the_others_where_choices_are_scored(
@@ -135,9 +132,9 @@ def test_the_batches_of_a_method_do_not_depend_on_the_others_where_choices_are_s
         for example in run.evaluation
     ]
     methods = {UNMODIFIED: Unmodified(), "scale": run.method.build()}
-    both, _ = plan_of(run, methods)
+    both = plan_of(run, methods)
     for name, method in methods.items():
-        alone, _ = plan_of(run, {name: method})
+        alone = plan_of(run, {name: method})
         own = [batch for batch in both.batches if batch[0].subject.name == name]
         assert [[a.example.id for a in batch] for batch in own] == [
             [a.example.id for a in batch] for batch in alone.batches
@@ -160,7 +157,7 @@ def several_methods(run):
 
 def test_methods_that_continue_one_prefill_share_batches(asked):
     run = run_of(*asked, *CHANNEL, "runtime.batch_size=7")
-    plan, _ = plan_of(run, several_methods(run))
+    plan = plan_of(run, several_methods(run))
     asked_keys = [tuple(r.key.values()) for batch in plan.batches for r in batch]
     assert sorted(asked_keys) == sorted(tuple(r.key.values()) for r in plan.order)
     for batch in plan.batches:
@@ -183,7 +180,7 @@ def test_a_batch_of_several_methods_keeps_to_its_tokens(asked, batch_tokens):
     methods = several_methods(run) | {
         f"{n}": replace(run.method.build(), factor=float(n)) for n in range(3, 9)
     }
-    plan, _ = plan_of(run, methods)
+    plan = plan_of(run, methods)
     sizes = []
     for batch in plan.batches:
         lengths = {r.example.id: len(plan.encoded[r.example.id].ids) for r in batch}
@@ -196,37 +193,39 @@ def test_a_batch_of_several_methods_keeps_to_its_tokens(asked, batch_tokens):
 
 def test_a_batch_that_was_split_gives_the_same_replies(asked):
     run = run_of(*asked, *CHANNEL, "task.max_new_tokens=2", "runtime.batch_size=6")
-    plan, compute = plan_of(run, several_methods(run))
+    plan = plan_of(run, several_methods(run))
     batches = [batch for batch in plan.batches if len(batch) == 6][::3]
     # Of the second method one prompt, which cannot be decoded with two of the first.
     assert [len(part) for part in plan.parts(batches[0][:3])] == [2, 1]
     assert [len(part) for part in plan.parts(batches[0][2:])] == [4]
     outputs = []
     for batch in batches:
-        whole = [row["output"] for row in compute(batch)]
+        whole = [row["output"] for row in plan.answer(batch)]
         for end in (3, 4):
             parts = batch[:end], batch[end:]
-            assert [row["output"] for part in parts for row in compute(part)] == whole
+            assert [
+                row["output"] for part in parts for row in plan.answer(part)
+            ] == whole
         outputs += whole
     assert len(set(outputs)) > 1, "equal replies would test nothing"
 
 
 def test_prompts_with_nothing_in_common_are_read_as_if_nothing_were_shared(asked):
     few = [*asked, "task.positions=[0]", "task.max_new_tokens=2"]
-    shared, compute = plan_of(run_of(*few, *CHANNEL), {UNMODIFIED: Unmodified()})
-    apart, compute_apart = plan_of(
+    shared = plan_of(run_of(*few, *CHANNEL), {UNMODIFIED: Unmodified()})
+    apart = plan_of(
         run_of(*few, *CHANNEL, "runtime.share=null"), {UNMODIFIED: Unmodified()}
     )
     assert not any(group.prefill_method for group in shared._groups)
     assert not shared.notes, "the method could share, and the reader has nothing to do"
-    rows = [row for batch in shared.batches for row in compute(batch)]
-    assert rows == [row for batch in apart.batches for row in compute_apart(batch)]
+    rows = [row for batch in shared.batches for row in shared.answer(batch)]
+    assert rows == [row for batch in apart.batches for row in apart.answer(batch)]
     assert shared.lm.tokens_read == apart.lm.tokens_read == shared.requested_tokens
     # Under two methods each is read once, and at five positions the beginnings are.
     run = run_of(*few, *CHANNEL)
-    two, _ = plan_of(run, several_methods(run))
+    two = plan_of(run, several_methods(run))
     assert all(group.prefill_method for group in two._groups[:-1])
-    five, _ = plan_of(run_of(*asked, *CHANNEL), {UNMODIFIED: Unmodified()})
+    five = plan_of(run_of(*asked, *CHANNEL), {UNMODIFIED: Unmodified()})
     assert all(group.prefill_method for group in five._groups)
 
 
@@ -245,7 +244,7 @@ def live():
 
 def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     run = run_of(*asked, *CHANNEL, "runtime.share=600KiB", "runtime.batch_tokens=null")
-    plan, compute = plan_of(run, {"scale": run.method.build()})
+    plan = plan_of(run, {"scale": run.method.build()})
     sharing = [b for b in plan.batches if plan._groups[b[0].group].prefill_method]
     assert len(sharing) > 3, "this memory is enough to share"
     plan.lm.generate([[5, 6, 7]], max_new_tokens=1)
@@ -260,7 +259,7 @@ def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
 
     monkeypatch.setattr(PrefixStore, "prefix", measured)
     for batch in sharing[:3]:
-        compute(batch)
+        plan.answer(batch)
     budget = run.runtime.shared_bytes
     assert 0.2 * budget < peak[0] <= budget, (peak[0], budget, token_bytes(plan.lm))
 
@@ -330,11 +329,11 @@ def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(
 
 def test_what_shares_nothing_is_said(asked, capsys):
     run = run_of(*asked, "method=ms_poe")
-    plan, _ = plan_of(run, {"ms_poe": run.method.build()})
+    plan = plan_of(run, {"ms_poe": run.method.build()})
     (note,) = plan.notes
     assert_names(note, "ms_poe", "no prefill")
     run = run_of(*asked, *CHANNEL, "runtime.share=10KiB")
-    plan, _ = plan_of(run, {"scale_channel": run.method.build()})
+    plan = plan_of(run, {"scale_channel": run.method.build()})
     (note,) = plan.notes
     assert_names(note, "runtime.share=10KiB")
     assert not any(group.prefill_method for group in plan._groups)

@@ -141,8 +141,8 @@ def fill(runs: Sequence[Run]) -> None:
     first = runs[0]
     first.share_unmodified(PREDICTIONS)
     encoded = first.prompts.encode(first.evaluation)
-    plan, compute = plan_replies(subjects(runs), encoded)
-    plan.fill(first, PREDICTIONS, STAGE, compute)
+    plan = plan_replies(subjects(runs), encoded)
+    plan.fill(first, PREDICTIONS, STAGE)
 
 
 def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from posbench.pipeline.config import Config
 from posbench.report.text import describe_cut_prompts
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Prompts
-from posbench.run.plan import Compute, Request, Subject, subjects
+from posbench.run.plan import Request, Subject, subjects
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
 
@@ -49,8 +49,8 @@ def run(config: Config, run: Run) -> None:
     if cut_prompts:
         run.console.print(f"intervene: {cut_prompts}")
     unmodified_key = run.share_unmodified(FILE, run.runtime.intervene_examples)
-    plan, compute = plan_attention(subjects([run]), encoded)
-    rows = plan.complete(run, FILE, STAGE, compute)
+    plan = plan_attention(subjects([run]), encoded)
+    rows = plan.complete(run, FILE, STAGE)
     run.out.mark(FILE, key=unmodified_key, done=True)
     write_csv(run.out.path / "attention.csv", _mean_attention(run, examples, rows))
 
@@ -94,41 +94,42 @@ def fill(runs: Sequence[Run]) -> None:
     if examples:
         first.share_unmodified(FILE, first.runtime.intervene_examples)
         encoded = first.prompts.encode(examples)
-        plan, compute = plan_attention(subjects(runs), encoded)
-        plan.fill(first, FILE, STAGE, compute)
+        plan = plan_attention(subjects(runs), encoded)
+        plan.fill(first, FILE, STAGE)
 
 
 def plan_attention(
     subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
-) -> tuple[BatchPlan, Compute]:
+) -> AttentionBatches:
     """Plan how to measure the attention to the items of prompts, for runs that differ only in their method.
 
     Args:
         subjects: The methods, each with its run.
         encoded: The prompts by the id of their example.
-
-    Returns:
-        The plan, and a function that computes the rows of a batch: of each example the attention, of shape
-        (layers, items).
     """
     run = subjects[0].run
+    examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
+    return AttentionBatches(subjects, examples, encoded)
 
-    def compute(batch: Sequence[Request]) -> list[Row]:
-        asked_prompts = [plan.asked_prompt(request) for request in batch]
-        examples = [prompt.example for prompt in asked_prompts]
-        prompts = [prompt.encoded for prompt in asked_prompts]
-        with plan.applied(batch) as prefix:
-            attention = attention_to_items(run.lm, prompts, examples, prefix=prefix)
-        return [{"attention": round_values(weights)} for weights in attention]
+
+class AttentionBatches(BatchPlan):
+    """The attention to the items of prompts; a row holds that of its example, of shape (layers, items)."""
 
     def make_batches(
-        examples: Sequence[Example], prompts: Prompts, shape: BatchShape
+        self, examples: Sequence[Example], prompts: Prompts, shape: BatchShape
     ) -> list[list[Example]]:
+        """See :meth:`posbench.run.batch_plan.BatchPlan.make_batches`."""
+
         def length(example: Example) -> int:
             return len(prompts[example.id].ids)
 
-        return run.prompts.batches_by_length(examples, length, shape.max_tokens)
+        return self.run.prompts.batches_by_length(examples, length, shape.max_tokens)
 
-    examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
-    plan = BatchPlan(subjects, examples, encoded, make_batches)
-    return plan, compute
+    def answer(self, batch: Sequence[Request]) -> list[Row]:
+        """See :meth:`posbench.run.plan.Plan.answer`."""
+        asked_prompts = [self.asked_prompt(request) for request in batch]
+        examples = [prompt.example for prompt in asked_prompts]
+        prompts = [prompt.encoded for prompt in asked_prompts]
+        with self.applied(batch) as prefix:
+            attention = attention_to_items(self.lm, prompts, examples, prefix=prefix)
+        return [{"attention": round_values(weights)} for weights in attention]

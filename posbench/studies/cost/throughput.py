@@ -18,10 +18,9 @@ from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan
 from posbench.run.cost import Costs
-from posbench.run.plan import Compute, Subject
-from posbench.run.replies import plan_batches
+from posbench.run.plan import Subject
+from posbench.run.replies import ReplyBatches
 from posbench.run.runtime import Runtime
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
@@ -241,7 +240,7 @@ class Throughput(TimingStudy):
         costs = Costs.of(lm)
         for way, runtime in runtimes.items():
             stage_run = replace(run, task=task, runtime=runtime)
-            asks, _ = stage_plan(replace(stage_run), lm, examples, methods)
+            asks = stage_plan(replace(stage_run), lm, examples, methods)
             operations[way] = costs.flops(asks.estimate("evaluate", answered=True))
             ways[way] = partial(staged, stage_run, lm, examples, methods)
         limit = SHARED
@@ -317,22 +316,22 @@ def staged(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
 ) -> Outputs:
     """Outputs as the evaluate stage makes them, method by method."""
-    asks, compute = stage_plan(run, lm, examples, methods)
+    plan = stage_plan(run, lm, examples, methods)
     outputs: dict[tuple[str, str], str] = {}
-    for batch in asks.batches:
-        for ask, row in zip(batch, compute(batch), strict=True):
+    for batch in plan.batches:
+        for ask, row in zip(batch, plan.answer(batch), strict=True):
             outputs[ask.subject.name, ask.example.id] = str(row["output"])
     return [outputs[name, example.id] for name in methods for example in examples]
 
 
 def stage_plan(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
-) -> tuple[BatchPlan, Compute]:
+) -> ReplyBatches:
     """The evaluate stage's plan for a model and examples, which are put into the run."""
     run.lm = lm
     run.evaluation = list(examples)
     subjects = [Subject(run, name, method) for name, method in methods.items()]
-    return plan_batches(subjects, run.prompts.encode(examples), examples)
+    return ReplyBatches(subjects, examples, run.prompts.encode(examples))
 
 
 @inference_mode
