@@ -231,7 +231,7 @@ def plan_study(
 def describe_long_study(config: Config, run: Run) -> str:
     """Return that a study takes more than an hour on this machine, and a budget that would do; empty if it does not.
 
-    A study that cannot tell its work, and a model of few parameters, are left out.
+    A study that cannot tell its work is left out.
 
     Args:
         config: The run.
@@ -239,10 +239,7 @@ def describe_long_study(config: Config, run: Run) -> str:
     """
     if not config.study or not config.study.smallest or not config.uses_model:
         return ""
-    probe = probe_speed(config, run)
-    if probe is None:
-        return ""
-    reader, speed, costs = probe
+    reader, speed, costs = probe_speed(config, run)
 
     def seconds_of(work: WorkEstimate) -> float:
         return FIRST_GUESS * speed.seconds(costs, work)
