@@ -134,9 +134,8 @@ def test_damaged_rows_are_computed_again(
     assert result.status == 0
     assert len(sizes) == (1 if damage in ("torn", "flipped", "errored") else 0)
     if damage in ("torn", "newline"):
-        # Of the batch of 8 the method that lacks a row is asked again; what both sessions read adds up, one reply token a
-        # prompt. Both
-        # methods read all tokens of the prompts but the last once, and these 36 are one group.
+        # Of the batch of 8 the method that lacks a row is asked again; what both sessions read adds up, one reply
+        # token a prompt. Both methods read all tokens of the prompts but the last once, and these 36 are one group.
         assert ("evaluate 68/72 (94 %)" in result.out) is (damage == "torn")
         tokens = [json.loads(line)["tokens"] for line in lines]
         again = 4 if damage == "torn" else 0
