@@ -150,7 +150,7 @@ EXPERIMENTS = {
     "lpes_table8": f"{KV} {GENETIC}",
     "lpes_fig5": f"{KV} study.prompts=6",
     "wu2025_fig2": "study.iterations=20 study.seeds=1 study.processes=1 "
-    "'study.conditions=[{mask: decay, pe: none, depth: 2}]'",
+    "'study.conditions=[{{mask: decay, pe: none, depth: 2}}]'",
     "behind_rope_fig2": "study.draws=40 study.tokens=12",
     "behind_rope_fig8": "study.samples=20 study.tokens=16",
 }
