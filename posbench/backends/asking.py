@@ -1,4 +1,4 @@
-"""What a backend replies to an example."""
+"""Request the reply to an example from a backend, and check beforehand that the backend can serve the task."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SHOWN_CHARACTERS = 120
 
 
 def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
-    """Check that a server can do a task, and tell what it does otherwise than a model in process.
+    """Check that a server can do a task, and list how it differs from a model in process.
 
     Returns:
         Differences in words; none for a model in process.
 
     Raises:
-        UserError: It has no way to do what the task asks, or the longest prompt does not fit the window.
+        UserError: The server cannot do the task, or the longest prompt does not fit its window.
     """
     if model.in_process:
         return ()
@@ -74,9 +74,9 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
 def compare_with_checkpoint(
     endpoint: Endpoint, encoder: Encoder, model: ModelConfig, task: Task
 ) -> str:
-    """Compare a server's replies to the beginnings of a few prompts with those of its checkpoint in process.
+    """Compare a server's replies to a few truncated prompts with its checkpoint's replies in process.
 
-    A model goes on with what is cut in the middle, and penalties change long replies first.
+    A truncated prompt makes the model continue the text: a long reply, which shows sampling penalties best.
 
     Args:
         endpoint: The server.
@@ -85,7 +85,7 @@ def compare_with_checkpoint(
         task: The task whose prompts are asked.
 
     Returns:
-        The result, or why there is none, as a line.
+        One line: the result, or the reason why there is none.
     """
     if not model.path:
         return (
@@ -120,7 +120,7 @@ def compare_with_checkpoint(
 
 
 def _spread(examples: Sequence[Example], count: int) -> list[Example]:
-    """So many examples, spread evenly, or all of fewer."""
+    """Return ``count`` evenly spaced examples, or all if there are fewer."""
     step = max(len(examples) // count, 1)
     return list(examples[::step][:count])
 
@@ -128,7 +128,7 @@ def _spread(examples: Sequence[Example], count: int) -> list[Example]:
 def _reply_to_beginning(
     endpoint: Endpoint, encoder: Encoder, lm: LM, example: Example
 ) -> tuple[str, str]:
-    """What a server and its checkpoint reply to the beginning of an example's prompt.
+    """Return the replies of a server and of its checkpoint to the beginning of an example's prompt.
 
     Raises:
         RequestError: The server gave no reply.
@@ -187,16 +187,16 @@ def ask(
         backend: The backend.
         encoder: Makes the prompts.
         task: The example's task.
-        example: What to reply to.
+        example: The example to reply to.
         encoded: Its prompt as tokens.
-        prompt_arrived: Whether the model read the whole prompt, by what the server says with the reply.
+        prompt_arrived: Judges by a reply's token counts whether the model read the whole prompt.
 
     Returns:
         ``output`` and ``outcome`` (:data:`posbench.stats.outcomes.Outcome`), with the ``reason`` where it is no answer;
-        and what the server says of it, where it does: tokens as it counts (``prompt_tokens``, ``reply_tokens``), why
-        the reply ended (``finish``), the thinking before it (``thinking``, of so many ``thinking_tokens``) and whether
-        it ended in that (``is_thinking``), its model (``server``); of a choice which way it was read (``by``), with
-        ``loglikelihoods`` (nats) and, if several, the number of ``requests`` whose tokens are counted.
+        and, where the server reports them, its token counts (``prompt_tokens``, ``reply_tokens``), why the reply ended
+        (``finish``), the thinking before it (``thinking``, ``thinking_tokens``), whether it ended while thinking
+        (``is_thinking``), and the model (``server``). For choices also how they were read (``by``), their
+        ``loglikelihoods`` (nats) and, if there were several requests, their number (``requests``).
     """
     prompt = backend.prompt(encoder, encoded, example.system)
     if example.choices:
