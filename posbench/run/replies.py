@@ -35,7 +35,7 @@ def scored_replies(
         file: Name of the JSON-lines file in its folder.
         methods: The methods by name.
         encoded: The prompts by the id of their example.
-        rules: What may end the run before all are asked.
+        rules: Rules that may end the run early.
 
     Returns:
         The rows of each method, by its name.

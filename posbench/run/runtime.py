@@ -15,12 +15,12 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])(i?)B")
 """A size as ``4GiB``, or with powers of 1000 as ``4GB``: number, prefix, and ``i`` for powers of 1024."""
 PREFIXES = " KMG"
 NOT_LOCAL = ("memory", "partition", "account", "qos", "constraint", "setup", "more")
-"""Keys of a cluster that mean nothing for processes of this machine."""
+"""Keys of a cluster that do not apply to processes on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where ``posbench submit`` sends jobs, and what each asks for; moves no number.
+    """Where ``posbench submit`` sends jobs, and the resources of each; no result depends on it.
 
     The fields are the keys of ``runtime.cluster.*``.
     """
@@ -32,7 +32,7 @@ class Cluster:
     cpus: Count = 1  # of each job
     # of each job; from 1 up, ``runtime.device=auto`` is cuda
     gpus: Annotated[int, Ge(0), Le(64)] = 0
-    memory: Positive | None = None  # GB of each job; None: what the partition gives
+    memory: Positive | None = None  # GB of each job; None: the partition's default
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
