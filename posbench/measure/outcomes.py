@@ -1,4 +1,4 @@
-"""The outcome of a reply: whether it is known to be an answer to the whole prompt, and else what it is."""
+"""The outcome of a reply: an answer to the whole prompt, or the reason why it is none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Decision(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a row says of it."""
+        """Fields of the outcome in a row."""
         return {"outcome": self.outcome} | (
             {"reason": self.reason} if self.reason else {}
         )
@@ -54,7 +54,7 @@ def decide_outcome(
     obstacle: str = "",
     prompt_arrived: bool = True,
 ) -> Decision:
-    """Decide what a reply is; what is not known to be an answer is none.
+    """Decide the outcome of a reply; a reply not known to be an answer counts as none.
 
     Args:
         text: The reply without its thinking, before it is cut at stop texts.
@@ -65,11 +65,11 @@ def decide_outcome(
         ended_itself: Whether the model is known to have ended it, so that it may be empty.
         rejection: Why the server did not let the model read the prompt: :data:`posbench.stats.outcomes.OVERFLOW` or
             :data:`posbench.stats.outcomes.CONTENT_FILTER`.
-        obstacle: What else keeps the text from being known as an answer, in words.
+        obstacle: Other reason why the text may be no answer.
         prompt_arrived: Whether the model read the whole prompt.
 
     Returns:
-        One of the outcomes, but never ``failed``: of a request that failed there is no reply.
+        One of the outcomes except ``failed``, as a failed request has no reply.
     """
     if rejection == OVERFLOW or not prompt_arrived:
         return Decision(NOT_READ, rejection or "the prompt did not arrive whole")
@@ -97,11 +97,11 @@ def holds_answer(task: Task, example: Example, reply: Mapping[str, Any]) -> bool
     """Return whether a reply is an answer although it may have ended at its limit.
 
     A choice that was read is one. A reply of one token at most has no room for anything before its answer. A benchmark
-    that prescribes the length scores a reply as it stands.
+    that prescribes the length scores a reply of that length, too.
 
     Args:
         task: The task.
-        example: What was asked.
+        example: The example.
         reply: Has ``output`` and, of a served choice, how it was read (``by``).
     """
     if example.choices:

@@ -155,7 +155,7 @@ def _add_batch(
 
 
 def _rows_per_prompt(lm: LM, ids: Sequence[int]) -> int:
-    """Rows that a prompt is run as: of a method with several views of it, next to or after each other."""
+    """Return the rows per prompt: several for a method that runs it in several views, next to or after each other."""
     num_rows = 0
 
     def count(layer: int, hidden: Tensor) -> None:
@@ -214,7 +214,7 @@ def channel_input(
 
 
 def stacked(states: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
-    """Stack what :func:`channel_input` collected.
+    """Stack the activations collected by :func:`channel_input`.
 
     Args:
         states: C channels of each layer, [rows, T, C]. A method may run a prompt as several rows next to each
@@ -281,7 +281,7 @@ def moments(
         if layer < 0:
             return
         states = hidden.float().to(lm.device)
-        # Rows of one string stand next to each other: their mean counts.
+        # Rows of one string are adjacent: their mean counts.
         by_string = states.reshape(len(order), -1, *states.shape[1:])
         states = by_string.sum(1) / rows_per_string
         chosen = states[..., channels]

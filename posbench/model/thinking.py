@@ -1,4 +1,4 @@
-"""Thinking that a model writes before its answer, told apart from the answer in the text of a reply."""
+"""Separate the thinking that a model writes before its answer from the answer in the text of a reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKS = (
     ("<|thinking|>", "<|/thinking|>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""How models mark the beginning and the end of thinking in plain text, wherever in the reply."""
+"""Begin and end marks of thinking in plain text, anywhere in a reply."""
 CHANNEL = re.compile(
     r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)"
     r"(?=<\|end\|>|<\|return\|>|<\|call\|>|<\|start\|>|<\|channel\|>|\Z)",
@@ -30,15 +30,17 @@ CHANNEL = re.compile(
 )
 """A message of gpt-oss with the name of its channel: ``analysis`` is thinking, ``final`` the answer."""
 BARE_CHANNELS = re.compile(r"\A(?:analysis)(.*?)(?:assistantfinal)(.*)\Z", re.S)
-"""The same where the server dropped the special tokens."""
+"""Both channels in a reply from which the server dropped the special tokens."""
 
-# What opens at the beginning of a reply, and closes before its answer, may be thinking whatever its name.
+# A section of any name that opens at the beginning of a reply and closes before its answer may be thinking.
 TAG = re.compile(r"<\s?([^\W\d_][\w:.-]*)(?:\s[^<>]*)?>")
+"""An opening tag."""
 BRACKET = re.compile(r"([\[{(【«])\s*([^\W\d_][\w -]{0,30}?)\s*([\]})】»])")
+"""A name in brackets."""
 SPECIAL = re.compile(
     r"</?\|[^<>|\n]{1,40}\|?>|<[^<>|\n/]{1,40}\|>|<(?:unused|reserved)[^<>\n]{0,20}>"
 )
-"""A tag, a name in brackets, and a special token that was written as text."""
+"""A special token written as text."""
 ANSWER_NAMES = "answer final final_answer response output result solution conclusion"
 TEXT_NAMES = frozenset(
     f"""{ANSWER_NAMES} a abbr address article aside b big blockquote body br caption cite code dd del dfn div dl doctype
@@ -46,7 +48,7 @@ TEXT_NAMES = frozenset(
     nav ol option p pre q quote s samp script section select small span strike strong style sub sup table tbody td
     textarea th thead time title tr tt u ul url var xml""".split()
 )
-"""Names of tags that belong to an answer: those that say so, and those of HTML and BBCode."""
+"""Names of tags that belong to an answer: names for an answer, and tags of HTML and BBCode."""
 THINKING_WORD = (
     r"(?:(?:my|the|internal|inner|hidden|step[ -]by[ -]step)\s+)?"
     r"(?:think(?:ing)?|thoughts?|reasoning|reflections?|analysis|scratch ?pad|deliberation|monologue|chain of thought)"
@@ -64,34 +66,37 @@ THINKING_LABEL = re.compile(
     r"|thought for \d+ \w+",
     re.I,
 )
+"""Headings and labels before thinking."""
 ANSWER_LABEL = re.compile(
     rf"^\s*(?:#{{1,6}}\s*{ANSWER_WORD}\s*:?\s*$"
     rf"|(?:\*\*|__){ANSWER_WORD}\s*:?\s*(?:\*\*|__)\s*:?"
     rf"|{ANSWER_WORD}\s*:)",
     re.I | re.M,
 )
-"""Headings and labels before the thinking, and before the answer behind it."""
+"""Headings and labels before the answer that follows it."""
 FENCE = re.compile(rf"(`{{3,}}|~{{3,}})\s*{THINKING_WORD}\b[^\n]*\n", re.I)
+"""Beginning of a code block with such a name."""
 JSON_FIELD = re.compile(rf"\{{\s*\"{THINKING_WORD}\"\s*:", re.I)
+"""Beginning of a JSON object with such a field."""
 QUOTE = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
-"""A block of code with such a name, an object that begins with such a field, and lines that are quoted."""
+"""Quoted lines."""
 
 
 Form = Literal["", "field", "inline", "opened", "hidden"]
-"""How a server gives thinking: there is none; in a field of its own; between marks in the text; as text that lacks the
-first mark, which the chat template wrote; not shown."""
+"""How a server returns thinking: not at all; in a field; between marks in the text; in the text without the first mark,
+which the chat template wrote; hidden."""
 
 
 class SplitReply(NamedTuple):
     """The parts of a reply.
 
     Attributes:
-        answer: What follows the thinking; the whole text where there is none.
+        answer: The text after the thinking; the whole text if there is none.
         thinking: The thinking, without its marks.
         is_open: Whether the reply ended in the thinking.
         form: ``inline`` or ``opened``; empty where there is no thinking.
-        unclear_marks: Marks at the beginning of ``answer`` of which it cannot be told whether they hold thinking or an
-            answer; empty where there are none.
+        unclear_marks: Marks at the beginning of ``answer`` that may enclose thinking or an answer; empty if there are
+            none.
     """
 
     answer: str
@@ -107,11 +112,11 @@ def opens_thinking(prompt: str) -> bool:
 
 
 def split_thinking(text: str, opened: bool = False) -> SplitReply:
-    """Tell the thinking in a reply from its answer.
+    """Split a reply into thinking and answer.
 
-    All up to the last of :data:`MARKS` that ends thinking is thinking, whether or not the reply has the mark that
-    begins it; but what stands before the first mark that begins it is none. So is what other marks open at the
-    beginning of what is left, if they close before its end and name it. Of marks with another name it cannot be told.
+    The text up to the last closing mark of :data:`MARKS` is thinking, even without an opening mark; but text before the
+    first opening mark is not. A section in other marks at the beginning of the rest is thinking, too, if the marks name
+    it so and close before the end. With marks of any other name it is unclear.
 
     Args:
         text: The text of a reply.
@@ -150,7 +155,7 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
         form = "inline" if starts else "opened"
         lead = before[: min(starts)].strip() if starts and not opened else ""
         if any(end in lead for _, end in MARKS):
-            lead = ""  # it closes what the chat template opened
+            lead = ""  # closes the mark that the chat template opened
         thinking = _without_marks(before[len(lead) :] if lead else before)
         answer = _joined(lead, text[index:].lstrip())
         opened = False
@@ -177,11 +182,11 @@ def _split_channels(text: str) -> SplitReply:
 
 
 class _Section(NamedTuple):
-    """What marks at the beginning of a text enclose.
+    """A section in marks at the beginning of a text.
 
     Attributes:
-        text: What stands between them.
-        rest: What follows; empty where they do not close.
+        text: The text between the marks.
+        rest: The text after the closing mark; empty if there is none.
         marks: The marks.
         is_named: Whether they say that it is thinking.
     """
@@ -193,7 +198,7 @@ class _Section(NamedTuple):
 
 
 def _first_section(text: str) -> _Section | None:
-    """What marks of any kind enclose at the beginning of a text; None where it begins with none."""
+    """Return the section in marks of any kind at the beginning of a text; None if it begins with no mark."""
     readers: tuple[Callable[[str], _Section | None], ...] = (
         _special_section,
         _tag_section,
@@ -235,7 +240,7 @@ def _special_section(text: str) -> _Section | None:
 
 
 def _core(token: str) -> str:
-    """The name in a special token without what says that it begins or ends: ``<|end_of_x|>`` is ``x``."""
+    """Return the name in a special token without words for begin and end: ``<|end_of_x|>`` is ``x``."""
     name = token.strip("<>|/").lower().rstrip("0123456789")
     name = re.sub(r"^(?:begin|start|end)_(?:of_)?", "", name)
     return re.sub(r"_(?:begin|start|end)$", "", name)
