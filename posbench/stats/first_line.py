@@ -1,4 +1,5 @@
-"""Scores of a reply's first line beside those of the whole reply: whether the rule moves the curve over positions."""
+"""Compare scores of a reply's first line with scores of the whole reply: does the rule change the curve over
+positions?"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from posbench.stats.position_bias import shuffled_gaps
 from posbench.tasks.scorers import WHOLE_REPLY
 
 ALPHA = 0.01
-"""Level of the test of whether what the whole reply adds varies with the gold position."""
+"""Level of the test of whether the difference between whole reply and first line varies with the gold position."""
 
 
 def first_line_note(rows: pd.DataFrame, metric: str, resamples: int, seed: int) -> str:

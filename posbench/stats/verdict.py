@@ -154,7 +154,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
 
 
 def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
-    """What a method is worth that lifts a model off the floor; None where it stays there."""
+    """Return the verdict on a method that lifts a model off the floor; None if it stays there."""
     average = _score(metrics, method)
     if _note(average).startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {_note(average)}")

@@ -30,7 +30,7 @@ NEW_TOKENS = {
     "space_digest": 36,
     "book_sum_sort": 256,
 }
-"""The ten tasks and the tokens that the benchmark generates at most."""
+"""The ten tasks and the most tokens that the benchmark generates."""
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
 LPES = (*SUMMARIES, "qasper", "narrative_qa", "space_digest")
@@ -195,7 +195,7 @@ class ZeroSCROLLS(EvaluationOnly):
             subset=subset,
             chat=self.chat_format,
             max_new_tokens=min(NEW_TOKENS[subset], self.max_new_tokens),
-            # Up to the query, since the separator brings the empty line that stands between them.
+            # Up to the query, since the separator includes the empty line between them.
             document=(start, query),
             separator=line.take("truncation_seperator"),
             meta={"id": name},
