@@ -34,7 +34,7 @@ from posbench.search.scales import (
 
 DRAWN_POINTS = 101  # points of a curve in its figure
 BatchKey = tuple[Scales, tuple[int, ...]]
-"""What a row of ``search.jsonl`` scores: a candidate on a batch of example indices."""
+"""Key of a row of ``search.jsonl``: a candidate and a batch of example indices."""
 Genome = tuple[int, ...]
 """Grid indices (x0, y0, x1, y1, ...) of the control points, or without a curve a y for each layer."""
 
@@ -43,7 +43,7 @@ Genome = tuple[int, ...]
 class GeneticSearch(ScaleSearch):
     """The genetic search for one RoPE scale per layer.
 
-    The defaults are Table 12 and Table 9 of LPES. What the paper leaves open is settled as follows.
+    The defaults are Table 12 and Table 9 of LPES. Details that the paper leaves open are settled as follows.
 
     - Mutation draws every coordinate uniformly from the grid values that Eq. 9 allows, given the neighbours
       before the mutation, and draws again while x does not rise strictly or nothing changed.
@@ -121,7 +121,7 @@ class GeneticSearch(ScaleSearch):
     def fields_for_model(
         self, window: int, spells: bool, layers: int
     ) -> Mapping[str, Any]:
-        """At most as many points as the grid has values of x, where x must rise strictly."""
+        """At most one point per grid value of x, if x must rise strictly."""
         if self.curve == "free" or not self.constrained:
             return {}
         num_x_values = self._max_x(layers) + 1
@@ -276,7 +276,7 @@ class GeneticSearch(ScaleSearch):
         return {"points": points, "curve": self.curve, "x": self.x, "scales": None}
 
     def _curve_table(self, genome: Genome, scales: Scales) -> pd.DataFrame:
-        """What the figure draws: control points, the curve between them, and the scale of every layer."""
+        """Return the data of the figure: control points, the curve between them, and the scale of every layer."""
         rows: list[tuple[str, float, float]] = []
         if self.curve != "free":
             points = self.control_points(genome)
@@ -486,7 +486,7 @@ def _generation_line(evolution: Evolution, fitness_unmodified: float) -> str:
 
 
 def _remark(row: pd.Series) -> str:
-    """What the report's table says of a candidate."""
+    """Return the remark on a candidate in the report's table."""
     if row["selected"]:
         return "selected"
     if row["unmodified"]:

@@ -21,7 +21,7 @@ OFFICIAL_SMOOTHNESS_SKIP = 200  # positions that it skips for smoothness
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """What the filter measured.
+    """Measurements of the filter.
 
     Attributes:
         direction: +1 rising, -1 falling, 0 neither, shape (L, D).

@@ -32,9 +32,9 @@ _ANSWER_FORMS = (
 class CEval(Exam):
     """C-Eval, the 1346 questions of its val files, each after the first five dev questions of its subject.
 
-    ``split=test`` has 12342 questions, whose answers are not in the original files: the run then writes ``ceval_submission.json`` in
-    the leaderboard's form, and scores the questions that have an answer in the file. ``path`` takes the original CSV
-    files (``ceval-exam.zip``), None takes ceval/ceval-exam.
+    ``split=test`` has 12342 questions, whose answers are not in the original files: the run then writes
+    ``ceval_submission.json`` in the leaderboard's form, and scores the questions that have an answer in the file.
+    ``path`` takes the original CSV files (``ceval-exam.zip``), None takes ceval/ceval-exam.
 
     ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header, puts a blank
     before the letter and strips the question. Answers alone, no chain of thought; ``answer=generate`` reads the letter
