@@ -18,13 +18,13 @@ from posbench.model.lm import LM
 from posbench.model.load import SERVER_KEYS, ModelConfig, load
 from posbench.tasks import Example, Task
 
-PROBE_PROMPTS = 3
+COMPARED_PROMPTS = 3
 """Prompts on which a server is compared with its checkpoint."""
-PROBE_TOKENS = 40
+COMPARED_TOKENS = 40
 """Tokens of the replies that are compared."""
-PROBE_CHARACTERS = 1000
+COMPARED_CHARACTERS = 1000
 """Characters of their prompts at most."""
-MAX_PROBE_BYTES = 2_000_000_000
+MAX_COMPARED_BYTES = 2_000_000_000
 """Size of the weights files up to which they are loaded for the comparison."""
 SHOWN_CHARACTERS = 120
 
@@ -101,7 +101,7 @@ def compare_with_checkpoint(
         lm = _load_reference(model)
         pairs = [
             _reply_to_beginning(endpoint, encoder, lm, example)
-            for example in _spread(task.evaluation(), PROBE_PROMPTS)
+            for example in _spread(task.evaluation(), COMPARED_PROMPTS)
         ]
     except (UserError, RequestError) as error:
         return (
@@ -134,19 +134,19 @@ def _reply_to_beginning(
         RequestError: The server gave no reply.
         UserError: The window is too small.
     """
-    length = min(len(example.prompt) // 2, PROBE_CHARACTERS)
+    length = min(len(example.prompt) // 2, COMPARED_CHARACTERS)
     form: dict[str, Any] = {
         "truncation": "middle",
-        "reserve": PROBE_TOKENS,
+        "reserve": COMPARED_TOKENS,
         "chat": example.chat,
         "system": example.system,
     }
     beginning = example.prompt[:length].rstrip()
     (in_process,) = lm.generate(
-        [lm.encode(beginning, **form).ids], max_new_tokens=PROBE_TOKENS
+        [lm.encode(beginning, **form).ids], max_new_tokens=COMPARED_TOKENS
     )
     prompt = endpoint.prompt(encoder, encoder.encode(beginning, **form), example.system)
-    reply = endpoint.generate(prompt, PROBE_TOKENS)
+    reply = endpoint.generate(prompt, COMPARED_TOKENS)
     return (reply.rejection or reply.text).strip(), in_process.strip()
 
 
@@ -166,8 +166,8 @@ def _load_reference(model: ModelConfig) -> LM:
         hint = "posbench fetch gets those of the hub"
         raise UserError("model.path", model.path, "weights on this machine", hint)
     size = sum(file.stat().st_size for file in files)
-    if size > MAX_PROBE_BYTES:
-        allowed = f"weights of at most {MAX_PROBE_BYTES / 1e9:.0f} GB, these have {size / 1e9:.0f} GB"
+    if size > MAX_COMPARED_BYTES:
+        allowed = f"weights of at most {MAX_COMPARED_BYTES / 1e9:.0f} GB, these have {size / 1e9:.0f} GB"
         hint = "make a run in process, too, and posbench compare RUN RUN"
         raise UserError("model.path", model.path, allowed, hint)
     return load(local_model, device="cpu")

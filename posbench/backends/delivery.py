@@ -31,24 +31,24 @@ SMALL_CHARACTERS = 200
 """Characters of the shorter of two counted texts that every server reads whole."""
 SHORT_CHARACTERS = 1500
 """Characters of a text that every server reads whole: the longer counted one, and the first searched for values."""
-BRACKETS = ((100_000, 64), (float("inf"), 16))
+LIMIT_PRECISION = ((100_000, 64), (float("inf"), 16))
 """(longest prompt in characters, n): the limit is found to one part in n, coarser for long, costly prompts."""
 NOTE_CHARACTERS = 120
 """Length of the notes that surround a value, in characters."""
 FRONT, MIDDLE, END = DEPTHS = (0.0, 0.5, 1.0)
 ATTEMPTS = 3
 """Failed searches for a value after which its depth counts as not read."""
-ABOVE = (1.04, 1.1, 1.2, 1.3, 1.4, 1.5)
+LENGTHS_ABOVE = (1.04, 1.1, 1.2, 1.3, 1.4, 1.5)
 """Lengths, in multiples of the limit, at which no value is found if the server drops text."""
-BELOW = (0.97, 0.93, 0.88, 0.83, 0.78, 0.7)
+LENGTHS_BELOW = (0.97, 0.93, 0.88, 0.83, 0.78, 0.7)
 """Lengths, in multiples of the limit, at which values are found, with one exception, if the server drops text."""
 KEPT_SHARE = 0.4
 """Share of the limit that every server keeps of a longer text at one of its ends: Ollama keeps the last half, routers
 half at each end."""
-FAR = 3
+FAR_LENGTH = 3
 """Length, in multiples of the limit, at which the kept part must still be found at the same distance from the end."""
-FAR_SHARES = (1.1, 1.6, 2.2)
-"""Distances from that end, in multiples of the limit, at which no value may be found in a text of :data:`FAR`."""
+FAR_DISTANCES = (1.1, 1.6, 2.2)
+"""Distances from that end, in multiples of the limit, where a text of :data:`FAR_LENGTH` has no findable value."""
 NAMING_LENGTHS = (0.8, 1.5)
 """Lengths, as shares of the limit, of a text that arrives whole and of one that does not."""
 ROW_SHARE = 0.9
@@ -137,7 +137,7 @@ def check_delivery(ask: Ask, text: str) -> Delivery:
 
 def bracket(characters: int) -> int:
     """Return n where the limit is found to one part in n, for a longest prompt of this many characters."""
-    return next(parts for most, parts in BRACKETS if characters <= most)
+    return next(parts for most, parts in LIMIT_PRECISION if characters <= most)
 
 
 def rounded_down(limit: int) -> int:
@@ -324,21 +324,21 @@ class _Values:
             share = distance / length
             return 1 - share if depth == FRONT else share
 
-        for share in ABOVE:
+        for share in LENGTHS_ABOVE:
             length = int(share * high)
             if self._finds(length, depth, attempts=2):
                 return False
             if not self._finds(length, at(KEPT_SHARE * low, length)):
                 return False
-        far = FAR * high
+        far = FAR_LENGTH * high
         if not self._finds(far, at(KEPT_SHARE * low, far)):
             return False
-        if any(self._finds(far, at(share * high, far)) for share in FAR_SHARES):
+        if any(self._finds(far, at(share * high, far)) for share in FAR_DISTANCES):
             return False
         num_found = sum(
-            self._finds(int(share * low), depth, attempts=2) for share in BELOW
+            self._finds(int(share * low), depth, attempts=2) for share in LENGTHS_BELOW
         )
-        return num_found >= len(BELOW) - 1
+        return num_found >= len(LENGTHS_BELOW) - 1
 
     def _finds(self, characters: int, depth: float, attempts: int = ATTEMPTS) -> bool:
         """Whether the model finds a value, each time another one."""

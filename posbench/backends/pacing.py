@@ -28,14 +28,14 @@ NOTICE_SECONDS = 10.0
 """Seconds of waiting after which the user is notified."""
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
+RATE_LIMIT_PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
 TIMED_REPLY_TOKENS = 16
 """Reply tokens while a server is timed; shorter replies make the time per token no more accurate."""
 FULLY_PARALLEL = 0.75
 """Share of requests answered in parallel from which a server is taken to answer all of them in parallel."""
-SAME_LENGTH = 1.1
+SAME_LENGTH_RATIO = 1.1
 """Texts whose lengths differ by less are timed as one."""
-NEAR_LENGTH = 1.5
+NEAR_LENGTH_RATIO = 1.5
 """Length ratio of two texts up to which they are taken to need the same time."""
 
 
@@ -175,7 +175,7 @@ def pause_until_refilled(headers: Mapping[str, str], tokens: int) -> float:
     """
     pauses = [0.0]
     for unit, needed in (("requests", 1), ("tokens", max(tokens, 1))):
-        for prefix in PREFIXES:
+        for prefix in RATE_LIMIT_PREFIXES:
             remaining = _rate_header(headers, prefix, "remaining", unit)
             reset = parse_seconds(_rate_header(headers, prefix, "reset", unit))
             if not re.fullmatch(r"\d+", remaining) or reset is None:
@@ -260,7 +260,7 @@ class ServerSpeed:
         rest = sorted(self.timings)
         while rest:
             shortest = rest[0].characters
-            group = [t for t in rest if t.characters <= SAME_LENGTH * shortest]
+            group = [t for t in rest if t.characters <= SAME_LENGTH_RATIO * shortest]
             rest = rest[len(group) :]
             seconds = median(
                 max(t.seconds - token_seconds * t.reply_tokens, 0.0) for t in group
@@ -272,7 +272,7 @@ class ServerSpeed:
         """Return whether a text of about this length was timed."""
         lengths = [length for length, _ in self.points]
         return any(
-            length / NEAR_LENGTH <= characters <= NEAR_LENGTH * length
+            length / NEAR_LENGTH_RATIO <= characters <= NEAR_LENGTH_RATIO * length
             for length in lengths
         )
 

@@ -68,7 +68,7 @@ from posbench.model.answers import (
     without_surrogates,
 )
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.lm import LENGTH
+from posbench.model.lm import FINISH_LENGTH
 from posbench.model.load import ModelConfig
 from posbench.model.thinking import opens_thinking
 from posbench.stats.outcomes import CONTENT_FILTER, OVERFLOW
@@ -84,9 +84,9 @@ MAX_MESSAGE_CHARACTERS = 200
 """Characters of a server's message that an error repeats."""
 SEED = 0
 """Seed of sampled replies, where the server takes one."""
-PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
+PROBE_QUESTION = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
 """First question of the probe."""
-PROBE_TOKENS = 16
+SHORT_PROBE_TOKENS = 16
 LONG_PROBE_TOKENS = 512
 """Tokens of the first reply, and of one that shows whether a model thinks that has written no answer by then."""
 PROBE_WAIT_SECONDS = 120.0
@@ -364,10 +364,10 @@ class Endpoint(Backend):
             tried_fields.add(self.profile.length_field)
             began = time.monotonic()
             try:
-                reply = self._ask_reply(prompt, PROBE_TOKENS, stop)
+                reply = self._ask_reply(prompt, SHORT_PROBE_TOKENS, stop)
                 seconds = time.monotonic() - began
                 tokens = reply.reply_tokens or 0
-                self.timings.append(Timing(len(PROBE), tokens, seconds))
+                self.timings.append(Timing(len(PROBE_QUESTION), tokens, seconds))
                 return reply
             except _RequestRefused as error:
                 refusal = error.refusal
@@ -424,12 +424,12 @@ class Endpoint(Backend):
 
         A text without a chat template is no question that a model thinks about, and it may never end.
         """
-        may_think = prompt != PROBE
+        may_think = prompt != PROBE_QUESTION
         opened = isinstance(prompt, str) and opens_thinking(prompt)
         if opened:
             self._change(thinking="opened")
         self._see(reply, may_think)
-        is_unfinished = reply.finish == LENGTH
+        is_unfinished = reply.finish == FINISH_LENGTH
         if self.profile.thinking or not (may_think and is_unfinished):
             if self.profile.thinking:
                 self._find_reply_limit(prompt, answer_tokens)
@@ -448,7 +448,7 @@ class Endpoint(Backend):
         form = reply.thinking_form
         wrote = reply.reply_tokens or 0
         is_blank = not reply.text.strip()
-        if may_think and not form and is_blank and reply.finish == LENGTH:
+        if may_think and not form and is_blank and reply.finish == FINISH_LENGTH:
             form = "hidden"
         self._change(
             thinking=self.profile.thinking or form,
@@ -525,9 +525,9 @@ class Endpoint(Backend):
         if long.prompt_tokens is None or long.prompt_tokens <= short_tokens:
             return
         # Both prompts have the same template.
-        extra_characters = len(text) - len(PROBE)
+        extra_characters = len(text) - len(PROBE_QUESTION)
         per_character = (long.prompt_tokens - short_tokens) / max(extra_characters, 1)
-        overhead = max(short_tokens - round(per_character * len(PROBE)), 0)
+        overhead = max(short_tokens - round(per_character * len(PROBE_QUESTION)), 0)
         self._change(tokens_per_character=per_character, overhead_tokens=overhead)
 
     def measure_parallel(
@@ -552,7 +552,7 @@ class Endpoint(Backend):
 
         def ask(text: str) -> None:
             with suppress(_PromptRejected):
-                self._ask_reply(make_prompt(text), PROBE_TOKENS)
+                self._ask_reply(make_prompt(text), SHORT_PROBE_TOKENS)
 
         texts = [cold(sample) for _ in range(count)]
         began = time.monotonic()
@@ -577,7 +577,7 @@ class Endpoint(Backend):
             RequestError: No answer came.
             ProbeTimeOver: :attr:`give_up_at` has passed.
         """
-        tokens = PROBE_TOKENS
+        tokens = SHORT_PROBE_TOKENS
         if answer_tokens:
             tokens = answer_tokens + self.thinking_tokens
         prompt = make_prompt(text)
@@ -723,7 +723,7 @@ class Endpoint(Backend):
         except _RequestRefused as error:
             if error.refusal.kind != "cut":
                 raise
-            return Reply(finish=LENGTH, is_thinking=True, thinking_form="hidden")
+            return Reply(finish=FINISH_LENGTH, is_thinking=True, thinking_form="hidden")
         return self._read(answer, prompt, max_tokens)
 
     def _read(
@@ -1045,7 +1045,7 @@ class Endpoint(Backend):
 
 def _unusual_finish(replies: Sequence[Reply]) -> str:
     """Why one of several requests ended that did not end well; empty where all did, or at their limit."""
-    usual = ("", LENGTH, *GOOD_REASONS)
+    usual = ("", FINISH_LENGTH, *GOOD_REASONS)
     return next((reply.finish for reply in replies if reply.finish not in usual), "")
 
 
@@ -1086,7 +1086,10 @@ def _reply_or_rejection(request: Callable[[], Reply]) -> Reply:
 
 def probe_prompts() -> dict[Api, Prompt]:
     """The first question in the form of each API, without a chat template."""
-    return {"completions": PROBE, "chat": [{"role": "user", "content": PROBE}]}
+    return {
+        "completions": PROBE_QUESTION,
+        "chat": [{"role": "user", "content": PROBE_QUESTION}],
+    }
 
 
 def is_on_this_machine(address: str) -> bool:

@@ -17,7 +17,16 @@ from posbench.files.atomic import short_hash
 from posbench.files.checksums import file_sha256, file_stamp
 from posbench.files.sources import CHECKPOINT_PATTERNS, Source
 
-UNREAD = {".md", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".safetensors"}
+IGNORED_SUFFIXES = {
+    ".md",
+    ".bin",
+    ".pth",
+    ".pt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".safetensors",
+}
 """Ignored suffixes in a checkpoint folder; the weights that are read are listed by name."""
 
 
@@ -174,6 +183,6 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         if not file.is_file() or file.name.startswith("."):
             continue
         adapter = file.name.startswith("adapter") and file.suffix == ".safetensors"
-        if file.suffix not in UNREAD or file.name in weights or adapter:
+        if file.suffix not in IGNORED_SUFFIXES or file.name in weights or adapter:
             files.append(file)
     return files

@@ -34,7 +34,7 @@ from posbench.late import (
 
 SUFFIX = ".gguf"
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+READABLE_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures whose conversion the tests compare with llama.cpp."""
 
 KEY_HEADS = "attention.head_count_kv"
@@ -42,17 +42,17 @@ KEY_HEADS = "attention.head_count_kv"
 
 EPSILON = "attention.layer_norm_rms_epsilon"
 ROPE_BASE = "rope.freq_base"
-SIZE_KEYS = (
+SHAPE_KEYS = (
     "context_length",
     "block_count",
     "embedding_length",
     "feed_forward_length",
     "attention.head_count",
 )
-READ_KEYS = (*SIZE_KEYS, KEY_HEADS, EPSILON, ROPE_BASE, "vocab_size")
+READ_KEYS = (*SHAPE_KEYS, KEY_HEADS, EPSILON, ROPE_BASE, "vocab_size")
 """Settings of an architecture that transformers reads."""
 
-REQUIRED_KEYS = (*SIZE_KEYS, EPSILON)
+REQUIRED_KEYS = (*SHAPE_KEYS, EPSILON)
 """Settings without which llama.cpp loads no model; transformers would fall back to defaults."""
 
 DEFAULT_ROPE_BASE = 10000.0
@@ -73,7 +73,7 @@ SCALING_KEYS = (
     "rope.scaling.original_context_length",
 )
 
-COUNT_KEYS = (*SIZE_KEYS, KEY_HEADS, "vocab_size", *HEAD_SIZE_KEYS)
+COUNT_KEYS = (*SHAPE_KEYS, KEY_HEADS, "vocab_size", *HEAD_SIZE_KEYS)
 """Settings that are whole numbers of at least 1."""
 
 NUMBER_KEYS = (EPSILON, ROPE_BASE)
@@ -232,8 +232,8 @@ class Settings:
         Raises:
             UserError: The file is of another architecture, a part of a model, or has settings that are not read.
         """
-        if self.architecture not in ARCHITECTURES:
-            names = ", ".join(ARCHITECTURES)
+        if self.architecture not in READABLE_ARCHITECTURES:
+            names = ", ".join(READABLE_ARCHITECTURES)
             self.refuse(f"architecture {names}, not {self.architecture}")
         if self.values.get("general.type", "model") != "model":
             self.refuse(f"a model, not of type {self.values['general.type']}")

@@ -18,7 +18,7 @@ from posbench import paths
 from posbench.files.atomic import write_text
 from posbench.files.checksums import cache_folder
 
-DRAWS = "plot.styled"
+PLOT_DECORATOR = "plot.styled"
 """Decorator of plotting functions: left out of the hashed code, as they move no number."""
 CODE_CACHE = "code.json"
 """Cache file: a checksum of its second line, and the reduced code of Python files."""
@@ -240,5 +240,5 @@ def _is_text(node: ast.stmt) -> bool:
 def _draws(node: ast.stmt) -> bool:
     """Whether a statement defines a function that draws."""
     return isinstance(node, ast.FunctionDef) and any(
-        ast.unparse(decorator) == DRAWS for decorator in node.decorator_list
+        ast.unparse(decorator) == PLOT_DECORATOR for decorator in node.decorator_list
     )

@@ -11,14 +11,14 @@ from posbench.model.answers import (
     REFUSAL_REASONS,
     TOOL_REASONS,
 )
-from posbench.model.lm import LENGTH
+from posbench.model.lm import FINISH_LENGTH
 from posbench.stats.outcomes import (
     ANSWERED,
     CONTENT_FILTER,
     CUT,
-    EMPTY,
     IN_THINKING,
     NO_ANSWER,
+    NO_TEXT,
     NOT_READ,
     OVERFLOW,
     REFUSED,
@@ -58,8 +58,8 @@ def decide_outcome(
 
     Args:
         text: The reply without its thinking, before it is cut at stop texts.
-        finish: Why it ended: a word of this library (:data:`posbench.model.lm.LENGTH` among them) or of a server, in
-            small letters; empty where a server says nothing.
+        finish: Why it ended: a word of this library (:data:`posbench.model.lm.FINISH_LENGTH` among them) or of a
+            server, in small letters; empty where a server says nothing.
         holds_answer: Whether it is an answer although it may have ended at its limit, see :func:`holds_answer`.
         is_thinking: Whether it ended in the thinking.
         ended_itself: Whether the model is known to have ended it, so that it may be empty.
@@ -82,14 +82,14 @@ def decide_outcome(
         return Decision(NO_ANSWER, f"{TOOL_CALL} ({UNKNOWN_REASON} {finish!r})")
     if is_thinking:
         return Decision(CUT, IN_THINKING)
-    if obstacle and finish != LENGTH:
+    if obstacle and finish != FINISH_LENGTH:
         return Decision(NO_ANSWER, obstacle)
-    if finish == LENGTH and (obstacle or not holds_answer):
+    if finish == FINISH_LENGTH and (obstacle or not holds_answer):
         return Decision(CUT, "ended at the limit, before an answer")
-    if finish and finish != LENGTH and finish not in GOOD_REASONS:
+    if finish and finish != FINISH_LENGTH and finish not in GOOD_REASONS:
         return Decision(NO_ANSWER, f"{UNKNOWN_REASON} {finish!r}")
     if not text.strip() and not ended_itself:
-        return Decision(NO_ANSWER, EMPTY)
+        return Decision(NO_ANSWER, NO_TEXT)
     return Decision(ANSWERED)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from posbench.errors import UserError
-from posbench.model.lm import LENGTH
+from posbench.model.lm import FINISH_LENGTH
 from posbench.model.thinking import Form, SplitReply, split_thinking
 from posbench.schema import check_shape
 from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH, UNKNOWN_MARKS
@@ -217,7 +217,7 @@ def read_reply(
     content, field_thinking = _texts(choice, message)
     obstacle = ""
     if finish in CUT_REASONS:
-        finish = LENGTH
+        finish = FINISH_LENGTH
     elif max_tokens is not None and finish in ("", *GOOD_REASONS):
         finish, obstacle = _judge_length(finish, content, usage, max_tokens)
     split = split_thinking(content, opened and not field_thinking)
@@ -230,7 +230,7 @@ def read_reply(
         form = "field"
     elif not form and (hidden or usage.thinking_tokens):
         form = "hidden"
-    is_cut = finish == LENGTH and bool(form) and not text.strip()
+    is_cut = finish == FINISH_LENGTH and bool(form) and not text.strip()
     obstacle = unclear_thinking(split) or obstacle
     if not text.strip():
         obstacle = obstacle or _other_field(choice, message)
@@ -272,7 +272,7 @@ def _judge_length(
     else:
         at_limit = tokens >= max_tokens
     if at_limit:
-        return LENGTH, ""
+        return FINISH_LENGTH, ""
     if finish or tokens is not None or len(content.encode()) < max_tokens:
         return finish, ""
     return "", f"{UNKNOWN_LENGTH} why the reply ended nor how many tokens it has"

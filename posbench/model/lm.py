@@ -32,16 +32,16 @@ from posbench.model.hooks import (
     replace_attribute,
 )
 from posbench.model.items import ItemIndex, Span, find_items, token_spans
-from posbench.model.thinking import MARKS
+from posbench.model.thinking import THINKING_MARKS
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
     from posbench.model.prefix import Prefix
 
-END = "end"
-STOP = "stop"
-LENGTH = "length"
+FINISH_END = "end"
+FINISH_STOP = "stop"
+FINISH_LENGTH = "length"
 IGNORED = -100
 """The target token that torch's cross-entropy leaves out."""
 
@@ -51,8 +51,8 @@ class GeneratedReply(NamedTuple):
 
     Attributes:
         text: The text.
-        finish: :data:`END` (the model's end token), :data:`STOP` (a stop text) or :data:`LENGTH` (the largest
-            number of new tokens). A server says ``stop`` for the first two.
+        finish: :data:`FINISH_END` (the model's end token), :data:`FINISH_STOP` (a stop text) or :data:`FINISH_LENGTH`
+            (the largest number of new tokens). A server says ``stop`` for the first two.
     """
 
     text: str
@@ -266,11 +266,11 @@ class LM(Encoder):
                     tokenizer.decode([i for i in ids[:length] if i not in hidden_ids])
                 )
                 reply = cut_at_stop(text, stop_texts)
-                finish = LENGTH
+                finish = FINISH_LENGTH
                 if reply != text or not stop_ids.isdisjoint(ids[: length + 1]):
-                    finish = STOP
+                    finish = FINISH_STOP
                 elif length < len(ids):
-                    finish = END
+                    finish = FINISH_END
                 replies[index] = GeneratedReply(reply, finish)
         return [replies[index] for index in range(len(prompts))]
 
@@ -560,7 +560,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 def _hidden_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Special tokens that are no part of a reply's text: all but those that mark thinking."""
-    marks = {mark for pair in MARKS for mark in pair}
+    marks = {mark for pair in THINKING_MARKS for mark in pair}
     return {
         token
         for token in tokenizer.all_special_ids

@@ -124,7 +124,7 @@ DROPOUT_KEYS = frozenset(
 )
 """Keys of config.json that are probabilities."""
 
-PARTIAL = "-partial"
+PARTIAL_SUFFIX = "-partial"
 """Suffix of the names of models with missing weights."""
 
 
@@ -199,8 +199,8 @@ class ModelConfig:
             raise UserError(
                 "model.chat_template", self.chat_template, " | ".join(names), hint
             )
-        if self.allow_partial and not self.name.endswith(PARTIAL):
-            object.__setattr__(self, "name", self.name + PARTIAL)
+        if self.allow_partial and not self.name.endswith(PARTIAL_SUFFIX):
+            object.__setattr__(self, "name", self.name + PARTIAL_SUFFIX)
         if self.in_process:
             self._refuse_server_keys()
         if self.base_url is not None:

@@ -28,7 +28,7 @@ _MEMORY = "posbench_memory"
 """Attribute of a cache: by layer, the cached keys of the last step and the memory of its :data:`ByHand`."""
 _BUSY = "posbench_rotates"
 """Attribute of a rotary embedding inside a block that changes it: how the block does so."""
-AT_ONCE = 16_384
+MAX_SHARED_POSITIONS = 16_384
 """Most positions for which one call makes the tables of all layers, as in generation; more take much memory."""
 
 
@@ -263,7 +263,7 @@ def tables(
             changed_calls = {id(change): change(call)}
             # Inside another block of this kind every layer starts from a call of its own.
             is_shared = make is RotaryCall.table and call is call_of(layer)
-            if is_shared and call.positions.numel() <= AT_ONCE:
+            if is_shared and call.positions.numel() <= MAX_SHARED_POSITIONS:
                 all_calls = {key: change(call) for key, change in changes.items()}
                 if all(_moves_only(call, other) for other in all_calls.values()):
                     changed_calls = all_calls

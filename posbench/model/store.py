@@ -26,7 +26,7 @@ them, which are computed again."""
 Prompts = Sequence[Sequence[int]]
 """Token ids of each prompt."""
 IntArray = NDArray[np.int64]
-EMPTY = np.zeros(0, np.int64)
+NO_TOKENS = np.zeros(0, np.int64)
 
 # The plan: which tokens of which prompt are computed
 
@@ -68,11 +68,11 @@ def build_prefix_trie(prompts: Prompts) -> PrefixTrie:
     Args:
         prompts: Token ids of each prompt, without the tokens that a method runs itself.
     """
-    token_slots = [EMPTY] * len(prompts)
+    token_slots = [NO_TOKENS] * len(prompts)
     segments: list[Segment] = []
     num_slots = 0
-    previous_ids = EMPTY
-    previous_slots = EMPTY
+    previous_ids = NO_TOKENS
+    previous_slots = NO_TOKENS
     # The segments that the previous prompt consists of, from its first token to its last.
     path: list[Segment] = []
     for index in lexicographic_order(prompts):
@@ -122,7 +122,7 @@ def group_by_prefix(prompts: Prompts, capacity_tokens: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     num_tokens = 0
-    previous_ids = EMPTY
+    previous_ids = NO_TOKENS
     for index in lexicographic_order(prompts):
         ids = np.asarray(prompts[index], np.int64)
         # A short end of the common prefix may be computed again, see _branch_point().

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-MARKS = (
+THINKING_MARKS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
@@ -55,7 +55,7 @@ THINKING_WORD = (
     r"(?:\s+(?:process|steps?|trace))?"
 )
 NAMES_THINKING = re.compile(rf"(?<![a-z]){THINKING_WORD}", re.I)
-FIRST_WORD = re.compile(rf"{THINKING_WORD}\s*\n", re.I)
+THINKING_LINE = re.compile(rf"{THINKING_WORD}\s*\n", re.I)
 ANSWER_WORD = (
     r"(?:(?:my|the|final)\s+)*(?:answer|response|reply|conclusion|result|solution)"
 )
@@ -78,7 +78,7 @@ FENCE = re.compile(rf"(`{{3,}}|~{{3,}})\s*{THINKING_WORD}\b[^\n]*\n", re.I)
 """Beginning of a code block with such a name."""
 JSON_FIELD = re.compile(rf"\{{\s*\"{THINKING_WORD}\"\s*:", re.I)
 """Beginning of a JSON object with such a field."""
-QUOTE = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
+QUOTED_LINES = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
 """Quoted lines."""
 
 
@@ -108,15 +108,15 @@ class SplitReply(NamedTuple):
 
 def opens_thinking(prompt: str) -> bool:
     """Return whether a prompt ends with the mark that begins thinking, as chat templates of some models write it."""
-    return prompt.rstrip().endswith(tuple(begin for begin, _ in MARKS))
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in THINKING_MARKS))
 
 
 def split_thinking(text: str, opened: bool = False) -> SplitReply:
     """Split a reply into thinking and answer.
 
-    The text up to the last closing mark of :data:`MARKS` is thinking, even without an opening mark; but text before the
-    first opening mark is not. A section in other marks at the beginning of the rest is thinking, too, if the marks name
-    it so and close before the end. With marks of any other name it is unclear.
+    The text up to the last closing mark of :data:`THINKING_MARKS` is thinking, even without an opening mark; but text
+    before the first opening mark is not. A section in other marks at the beginning of the rest is thinking, too, if the
+    marks name it so and close before the end. With marks of any other name it is unclear.
 
     Args:
         text: The text of a reply.
@@ -143,23 +143,27 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
 
 
 def _split_known_marks(text: str, opened: bool) -> SplitReply:
-    """The parts of a reply by :data:`MARKS`."""
+    """The parts of a reply by :data:`THINKING_MARKS`."""
     form: Form = "opened" if opened else ""
-    ends = [(text.rfind(end) + len(end), end) for _, end in MARKS if end in text]
+    ends = [
+        (text.rfind(end) + len(end), end) for _, end in THINKING_MARKS if end in text
+    ]
     thinking = ""
     answer = text
     if ends:
         index, end = max(ends)
         before = text[: index - len(end)]
-        starts = [before.find(begin) for begin, _ in MARKS if begin in before]
+        starts = [before.find(begin) for begin, _ in THINKING_MARKS if begin in before]
         form = "inline" if starts else "opened"
         lead = before[: min(starts)].strip() if starts and not opened else ""
-        if any(end in lead for _, end in MARKS):
+        if any(end in lead for _, end in THINKING_MARKS):
             lead = ""  # closes the mark that the chat template opened
         thinking = _without_marks(before[len(lead) :] if lead else before)
         answer = _joined(lead, text[index:].lstrip())
         opened = False
-    begins = [(answer.find(begin), begin) for begin, _ in MARKS if begin in answer]
+    begins = [
+        (answer.find(begin), begin) for begin, _ in THINKING_MARKS if begin in answer
+    ]
     if begins:
         index, begin = min(begins)
         rest = _without_marks(answer[index + len(begin) :])
@@ -222,7 +226,7 @@ def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Sec
         rest = ""  # it opens again, and does not close
     marks = f"{begin[0].strip()} {end[0].strip()}"
     inside = text[begin.end() : end.start()]
-    is_named = bool(NAMES_THINKING.search(begin[0]) or FIRST_WORD.match(inside))
+    is_named = bool(NAMES_THINKING.search(begin[0]) or THINKING_LINE.match(inside))
     return _Section(inside, rest, marks, is_named)
 
 
@@ -301,14 +305,14 @@ def _fence_section(text: str) -> _Section | None:
 
 def _quote_section(text: str) -> _Section | None:
     """Quoted lines, which may be the answer itself."""
-    begin = QUOTE.match(text)
+    begin = QUOTED_LINES.match(text)
     if not begin:
         return None
     return _Section(begin[0], text[begin.end() :], "> (quoted lines)", is_named=False)
 
 
 def _without_marks(text: str) -> str:
-    for begin, end in MARKS:
+    for begin, end in THINKING_MARKS:
         text = text.replace(begin, "").replace(end, "")
     return text.strip()
 

@@ -18,7 +18,7 @@ from posbench.run.stop import StopRules
 from posbench.stats.outcomes import is_scorable
 from posbench.tasks import Example
 
-STAGE = "evaluate"
+EVALUATE_STAGE = "evaluate"
 
 
 def scored_replies(
@@ -42,7 +42,7 @@ def scored_replies(
     """
     subjects = [Subject(run, name, method) for name, method in methods.items()]
     plan = plan_replies(subjects, encoded)
-    rows = plan.complete(run, file, STAGE, rules)
+    rows = plan.complete(run, file, EVALUATE_STAGE, rules)
     return {name: [row for row in rows if row["method"] == name] for name in methods}
 
 

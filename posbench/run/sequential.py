@@ -15,7 +15,7 @@ from posbench.stats.sequential import FIRST_QUESTIONS, curve_intervals
 from posbench.stats.shape import FLAT, UNCLEAR, name_shape
 from posbench.tasks import Example
 
-MIN_POSITIONS = 3
+MIN_SHAPE_POSITIONS = 3
 
 
 class ShapeRule(StopRule):
@@ -100,7 +100,7 @@ def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:
     """
     placed = [e for e in examples if e.gold_position is not None]
     positions = sorted({e.gold_position for e in placed if e.gold_position is not None})
-    if len(positions) < MIN_POSITIONS:
+    if len(positions) < MIN_SHAPE_POSITIONS:
         return []
     counts = Counter[tuple[str, int | None]]()
     tuples: dict[tuple[int, str], dict[int | None, str]] = {}

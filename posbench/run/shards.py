@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 SHARDS = ".parts"
 """Folder of the shards inside the run's; hidden, so no part of its results, and removed when it is done."""
-FOUND = "found.json"
+SEARCH_RESULT_FILE = "found.json"
 """Result of the search, for the processes that make shards."""
 PARAMETERS = "parameters"
-"""Field of :data:`FOUND`: the parameters; null where there was no search."""
+"""Field of :data:`SEARCH_RESULT_FILE`: the parameters; null where there was no search."""
 HARDWARE = "hardware"
 """Field of a shard's status: the machines that made its rows."""
 PEAKS = ("resident", "cuda")
@@ -142,17 +142,17 @@ def _row_key(row: Row) -> RowKey:
 def write_found_parameters(out: RunDir, parameters: Mapping[str, Any] | None) -> None:
     """Write the search's result for the processes that make shards."""
     (out.path / SHARDS).mkdir(exist_ok=True)
-    out.write_facts(f"{SHARDS}/{FOUND}", {PARAMETERS: parameters})
+    out.write_facts(f"{SHARDS}/{SEARCH_RESULT_FILE}", {PARAMETERS: parameters})
 
 
 def has_found_parameters(out: RunDir) -> bool:
     """Return whether the search's result was left for the processes that make shards."""
-    return bool(out.facts(f"{SHARDS}/{FOUND}"))
+    return bool(out.facts(f"{SHARDS}/{SEARCH_RESULT_FILE}"))
 
 
 def read_found_parameters(out: RunDir) -> Mapping[str, Any] | None:
     """Return the search's result; None if there was no search."""
-    return out.facts(f"{SHARDS}/{FOUND}").get(PARAMETERS)
+    return out.facts(f"{SHARDS}/{SEARCH_RESULT_FILE}").get(PARAMETERS)
 
 
 def merge_records(out: RunDir) -> None:

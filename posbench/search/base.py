@@ -38,7 +38,7 @@ from posbench.tasks import Example, Task
 log = logging.getLogger(__name__)
 
 FOUND_FILE = "found.yaml"
-ROWS_FILE = "search.jsonl"
+SEARCH_ROWS_FILE = "search.jsonl"
 STATE_FILE = "search_state.pt"
 CHECKSUM_BYTES = 32
 VERDICT_COMMENT = "# Verdict of this run: "
@@ -65,7 +65,10 @@ class Search(ABC):
     serves: ClassVar[type[Method]]
     place: ClassVar[str] = "alone or in a list of methods"
     finds: ClassVar[Mapping[str, Any]]
-    row_files: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
+    row_files: ClassVar[Sequence[str]] = (
+        SEARCH_ROWS_FILE,
+        held_back.HELD_BACK_ROWS_FILE,
+    )
     measure: ClassVar[str] = "loss"
     smallest: ClassVar[Mapping[str, int]] = {}
 
@@ -324,7 +327,12 @@ class Search(ABC):
         proof = {COMPUTATION: computation_digest(run, whole_method)}
         with whole_method.applied(run.lm):
             rows = run.rows.complete(
-                held_back.ROWS_FILE, label, batches, key, compute, proof=lambda _: proof
+                held_back.HELD_BACK_ROWS_FILE,
+                label,
+                batches,
+                key,
+                compute,
+                proof=lambda _: proof,
             )
         return {row["id"]: row["value"] for row in rows}
 

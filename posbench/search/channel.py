@@ -26,12 +26,12 @@ from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
-from posbench.search.base import ROWS_FILE, Read, load_state, save_state
+from posbench.search.base import SEARCH_ROWS_FILE, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
 
-CURVES = (
+CURVES_CAPTION = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
     "line that keeps rising or falling means that the channel encodes position. Attention input: after a "
     "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm. Each layer "
@@ -308,7 +308,7 @@ class ChannelSearch(DeploySearch):
             candidates = self.list_candidates(
                 measured, self.ranges(run), pinned_channel, self._scaled_tokens(run)
             )
-            all_losses = self.losses(run, ROWS_FILE, candidates)
+            all_losses = self.losses(run, SEARCH_ROWS_FILE, candidates)
             unmodified = float(all_losses[0].mean())
             losses = all_losses[1:].mean(1)
             best = self.choose(losses, unmodified)
@@ -480,7 +480,10 @@ class ChannelSearch(DeploySearch):
             figures = {}
             for channel in channels["channel"].unique():
                 figure = channel_figure(channels, channel, n=[self.strings])
-                figures[f"channel_{channel}"] = figure, f"Channel {channel}. {CURVES}"
+                figures[f"channel_{channel}"] = (
+                    figure,
+                    f"Channel {channel}. {CURVES_CAPTION}",
+                )
             sections.append(Section("Positional channel", figures=figures))
         return sections
 

@@ -27,7 +27,7 @@ from posbench.run.proofs import (
 )
 from posbench.schema import Count, NonNegative
 from posbench.search import held_back
-from posbench.search.base import ROWS_FILE, Read, Search
+from posbench.search.base import SEARCH_ROWS_FILE, Read, Search
 from posbench.search.statistics import Array
 from posbench.stats.bootstrap import paired
 from posbench.stats.findings import estimate, estimate_columns, estimate_row
@@ -63,7 +63,11 @@ class DeploySearch(Search):
         side_prompts: Most prompts of the side task, spread over all.
     """
 
-    row_files: ClassVar[Sequence[str]] = (ROWS_FILE, DEPLOY_ROWS, held_back.ROWS_FILE)
+    row_files: ClassVar[Sequence[str]] = (
+        SEARCH_ROWS_FILE,
+        DEPLOY_ROWS,
+        held_back.HELD_BACK_ROWS_FILE,
+    )
 
     top_k: Count = 10
     deploy: Format | None = None

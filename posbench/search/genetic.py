@@ -21,7 +21,7 @@ from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
-from posbench.search.base import ROWS_FILE, Read
+from posbench.search.base import SEARCH_ROWS_FILE, Read
 from posbench.search.scales import (
     NO_SCALES,
     POSITIONS,
@@ -225,8 +225,10 @@ class GeneticSearch(ScaleSearch):
         examples, positions = calibration_questions(run.task, self.calibration_seed)
         evaluate = make_evaluator(run.lm, run.task, examples, run.method.with_target)
 
-        folder.repair(ROWS_FILE)
-        recorded = {_batch_key(row): row["scores"] for row in folder.rows(ROWS_FILE)}
+        folder.repair(SEARCH_ROWS_FILE)
+        recorded = {
+            _batch_key(row): row["scores"] for row in folder.rows(SEARCH_ROWS_FILE)
+        }
         row_order: dict[BatchKey, int] = {}
 
         # A killed search starts again and scores the same batches; those that are recorded cost nothing.
@@ -237,7 +239,7 @@ class GeneticSearch(ScaleSearch):
                 scores = evaluate(scales, indices)
                 recorded[key] = scores
                 row = {"scales": scales, "examples": indices, "scores": scores}
-                folder.append(ROWS_FILE, [row])
+                folder.append(SEARCH_ROWS_FILE, [row])
             return recorded[key]
 
         scores = Scores(self, np.array(positions), evaluate_once)
@@ -254,7 +256,7 @@ class GeneticSearch(ScaleSearch):
                 run.console.print(_generation_line(evolution, fitness_unmodified))
                 advance(1, before=num_recorded == len(recorded))
         folder.sort(
-            ROWS_FILE, lambda row: row_order.get(_batch_key(row), len(row_order))
+            SEARCH_ROWS_FILE, lambda row: row_order.get(_batch_key(row), len(row_order))
         )
 
         best = evolution.population[0]

@@ -11,7 +11,7 @@ from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired, with_interval
 
-ROWS_FILE = "held_back.jsonl"
+HELD_BACK_ROWS_FILE = "held_back.jsonl"
 TABLE_FILE = "held_back.csv"
 MIN_QUESTIONS = 6
 """Fewest questions for a check: with fewer, gains of one sign have a chance of at least one in twenty."""

@@ -14,7 +14,9 @@ from posbench.errors import UserError
 
 Array = NDArray[np.floating]
 
-MIN_POSITIONS = 8  # of a curve, after the sliding mean and without the skipped ones
+MIN_CURVE_POSITIONS = (
+    8  # of a curve, after the sliding mean and without the skipped ones
+)
 OFFICIAL_SKIP = 300  # positions that the released program skips for monotonicity
 OFFICIAL_SMOOTHNESS_SKIP = 200  # positions that it skips for smoothness
 
@@ -63,8 +65,8 @@ def paper_filter(
         monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
     """
     num_layers, num_positions, _ = curves.shape
-    if num_positions - window + 1 - skip < MIN_POSITIONS:
-        minimum = window + skip + MIN_POSITIONS - 1
+    if num_positions - window + 1 - skip < MIN_CURVE_POSITIONS:
+        minimum = window + skip + MIN_CURVE_POSITIONS - 1
         allowed = f"at least search.window + search.skip + 7 = {minimum}"
         hint = "raise search.length or lower search.window"
         raise UserError("search.length", num_positions, allowed, hint)

@@ -14,7 +14,7 @@ from posbench.late import pd
 from posbench.stats.bootstrap import Z95, Array, Estimate
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+FINDING_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Kind = Literal["paper", "control", "source"]
 FINDING_COLUMNS = (
     "model",

@@ -36,14 +36,14 @@ CONTENT_FILTER = "content filter"
 IN_THINKING = "ended in the thinking"
 TOOL_CALL = "a tool call"
 OTHER_FIELD = "no text but in the field"
-EMPTY = "no text"
+NO_TEXT = "no text"
 UNKNOWN_MARKS = "thinking cannot be told from the answer"
 UNKNOWN_REASON = "finish_reason"
 UNKNOWN_LENGTH = "the server tells neither"
 ADVICE = {
     TOOL_CALL: "switch tools off at the server",
     OTHER_FIELD: "switch off the parser of the server that puts the reply there (reasoning or tools)",
-    EMPTY: "read the log of the server: a parser (reasoning, tools) or a proxy may take the text away",
+    NO_TEXT: "read the log of the server: a parser (reasoning, tools) or a proxy may take the text away",
     UNKNOWN_MARKS: "switch thinking off (model.extra_body), or have the server give it in a field of its own",
     UNKNOWN_REASON: "look that word up in the manual of the server",
     UNKNOWN_LENGTH: "ask a server that says why a reply ended, or set a larger task.max_new_tokens",
@@ -64,7 +64,7 @@ REASON = "reason"
 """Column of a score frame: why a row has no answer."""
 CUT_METRIC = "cut_replies"
 THINKING_METRIC = "cut_thinking"
-METRICS: Mapping[str, str] = {
+OUTCOME_METRICS: Mapping[str, str] = {
     CUT_METRIC: "cut off",
     THINKING_METRIC: "cut thinking",
     "refused": "refused",
@@ -73,9 +73,9 @@ METRICS: Mapping[str, str] = {
     "failed": "failed",
 }
 """Metrics in metrics.csv with the share of each kind, per gold position and over all, and their names in words."""
-MAX_SHARE = 0.02
+MAX_MISSING_SHARE = 0.02
 """Share of rows without an answer above which nothing is said about a score."""
-ALPHA = 0.01
+MISSING_ALPHA = 0.01
 """Level of the test of whether that share varies with the gold position."""
 MORE_TOKENS = 4
 """Factor by which more tokens are recommended."""
@@ -95,7 +95,7 @@ def outcome_of_row(row: Mapping[str, Any]) -> str:
 
 
 def kind_of_row(row: Mapping[str, Any]) -> str:
-    """The metric of :data:`METRICS` that counts a row; empty for an answer."""
+    """The metric of :data:`OUTCOME_METRICS` that counts a row; empty for an answer."""
     outcome = outcome_of_row(row)
     if outcome == ANSWERED:
         return ""
@@ -106,7 +106,7 @@ def kind_of_row(row: Mapping[str, Any]) -> str:
 
 def describe_kind(row: Mapping[str, Any]) -> str:
     """Of which kind a row without an answer is and why, in words."""
-    name = METRICS[kind_of_row(row)]
+    name = OUTCOME_METRICS[kind_of_row(row)]
     return f"{name} ({row['reason']})" if row.get("reason") else name
 
 
@@ -119,11 +119,13 @@ def describe_kinds(rows: Iterable[Mapping[str, Any]]) -> str:
 def count_kinds(rows: pd.DataFrame) -> str:
     """How many rows of each kind have no answer, in words, the most frequent first."""
     counts = Counter(kind for kind in rows[KIND] if kind)
-    return ", ".join(f"{count} {METRICS[kind]}" for kind, count in counts.most_common())
+    return ", ".join(
+        f"{count} {OUTCOME_METRICS[kind]}" for kind, count in counts.most_common()
+    )
 
 
 def share_of_kind(rows: pd.DataFrame, kind: str) -> Estimate:
-    """Share of rows of one kind of :data:`METRICS`, with its interval over questions."""
+    """Share of rows of one kind of :data:`OUTCOME_METRICS`, with its interval over questions."""
     is_kind = (rows[KIND] == kind).to_numpy(dtype=float)
     return mean(is_kind, list(rows["cluster"]))
 
@@ -137,8 +139,8 @@ def missing_note(
 ) -> str:
     """Explain that a method's scores mean nothing if too many of its rows have no answer.
 
-    That is if more than :data:`MAX_SHARE` of the rows have none, of whatever kind, or where their share varies with the
-    gold position (permutation test of the largest difference between two positions, at :data:`ALPHA`).
+    That is if more than :data:`MAX_MISSING_SHARE` of the rows have none, of whatever kind, or where their share varies
+    with the gold position (permutation test of the largest difference between two positions, at :data:`MISSING_ALPHA`).
 
     Args:
         rows: Rows of one method, with gold_position, cluster, :data:`KIND` and :data:`REASON`.
@@ -159,8 +161,8 @@ def missing_note(
         gap = np.ptp(by_position.to_numpy())
         null = shuffled_gaps(placed, "is_missing", resamples, seed)
         p = (1 + (null >= gap - 1e-12).sum()) / (1 + len(null))
-        varies = bool(p <= ALPHA)
-    if share <= MAX_SHARE and not varies:
+        varies = bool(p <= MISSING_ALPHA)
+    if share <= MAX_MISSING_SHARE and not varies:
         return ""
     facts = f"{share:.1%} of {len(rows)} replies are no answers: {count_kinds(rows)}"
     if len(by_position) > 1:

@@ -214,7 +214,7 @@ class Tabulator:
         """The shares of each kind of missing answers of each method, at each gold position and over all; none where no
         row is of that kind."""
         lines = []
-        for metric in outcomes.METRICS:
+        for metric in outcomes.OUTCOME_METRICS:
             if not (frame[outcomes.KIND] == metric).any():
                 continue
             for method, rows in frame.groupby("method", sort=False):
