@@ -23,7 +23,7 @@ COMPARED_PROMPTS = 3
 COMPARED_TOKENS = 40
 """Tokens of the replies that are compared."""
 COMPARED_CHARACTERS = 1000
-"""Characters of their prompts at most."""
+"""Most characters of a compared prompt."""
 MAX_COMPARED_BYTES = 2_000_000_000
 """Size of the weights files up to which they are loaded for the comparison."""
 SHOWN_CHARACTERS = 120

@@ -56,8 +56,9 @@ MakePrompt = Callable[[str], Prompt]
 """Gives a text the form of the task's prompts."""
 Api = Literal["completions", "chat"]
 LikelihoodForm = Literal["", "echo", "echo with a token", "prompt_logprobs"]
-"""How a server gives the log-likelihoods of a prompt: not at all; of an echoed prompt without a reply, or with one of a
-token; by a field of vLLM's."""
+"""Form of a server's log-likelihoods of a prompt: none; of an echoed prompt without a reply, or with a reply of one
+token; a field of vLLM's.
+"""
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def text_encoder(config: ModelConfig) -> Encoder:
 
 
 def untruncated(encoder: Encoder) -> Encoder:
-    """The same encoder for prompts of any length."""
+    """Return the encoder without a limit on the length of prompts."""
     return replace(encoder, context_window=NO_WINDOW)  # type: ignore[type-var]
 
 
@@ -242,12 +243,12 @@ class Backend(ABC):
 
     @property
     def profile(self) -> ServerProfile:
-        """How it is asked."""
+        """The profile of its requests."""
         return ServerProfile("completions", settings={})
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How replies are decoded, for the record: see :attr:`posbench.backends.served.Endpoint.decoding`."""
+        """The decoding settings, for the record: see :attr:`posbench.backends.served.Endpoint.decoding`."""
         return {
             "api": self.profile.api,
             "sent": {},

@@ -233,13 +233,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerSpeed:
-    """How fast a server answers texts that are new to it.
-
-    Attributes:
-        timings: Requests that were timed, one or more.
-        parallel: Requests that are answered in the time of one; None: not measured.
-        sent: Requests that were sent at once to measure that.
-    """
+    """Measured speed of a server on texts that it has not cached."""
 
     timings: tuple[Timing, ...]
     parallel: float | None = None
@@ -247,7 +241,7 @@ class ServerSpeed:
 
     @property
     def token_seconds(self) -> float:
-        """Seconds of a token of a reply, at most."""
+        """Upper bound of the seconds per reply token."""
         return min(
             t.seconds / max(t.reply_tokens, TIMED_REPLY_TOKENS) for t in self.timings
         )

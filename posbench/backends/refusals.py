@@ -72,7 +72,7 @@ NO_API = re.compile(
     re.I,
 )
 PLAIN_WORDS = ("stop", "seed")
-"""Fields whose names are words of a sentence, too: a message means them where it quotes them or calls them a field."""
+"""Field names that are also English words: a message refers to them only if it quotes them or calls them a field."""
 
 
 @dataclass(frozen=True)

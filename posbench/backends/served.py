@@ -491,7 +491,7 @@ class Endpoint(Backend):
                 self._change(window=rejection.window)
 
     def _limit_thinking(self, tokens: int, reason: Exception) -> None:
-        """Allow no more tokens for thinking than a server does."""
+        """Limit the thinking tokens to the server's maximum."""
         typed = self._config.thinking_tokens
         if typed is not None and typed > tokens:
             allowed = f"at most {tokens}: {reason}"
@@ -588,7 +588,7 @@ class Endpoint(Backend):
         return reply
 
     def deliver(self, make_prompt: MakePrompt, text: str, answer_tokens: int) -> Reply:
-        """The same, with a note where the server rejects the text."""
+        """:meth:`ask_timed`, with a note in the reply if the server rejects the text."""
         return _reply_or_rejection(
             lambda: self.ask_timed(make_prompt, text, answer_tokens)
         )
@@ -609,14 +609,7 @@ class Endpoint(Backend):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How replies are decoded, known once the server was probed.
-
-        Returns:
-            The ``api``; the settings ``sent``; those ``left_out``, as the server refused them; the ``open_penalties``,
-            which were sent under none of their names, so that the server's own may apply; the field of the ``length``;
-            whether stop texts are ``sent`` or replies cut ``here``; how thinking is given, and tokens for it; the
-            ``model`` that the server reports, often none.
-        """
+        """The decoding settings, known once the server was probed."""
         profile = self.profile
         sent = dict(profile.settings)
         if profile.temperature is not None:
@@ -653,7 +646,7 @@ class Endpoint(Backend):
     def prompt_for(
         self, api: Api, encoder: Encoder, encoded: Encoded, system: str
     ) -> Prompt:
-        """The same for one of the APIs."""
+        """:meth:`prompt` for one of the APIs."""
         if api == "chat":
             messages = [{"role": "user", "content": encoded.prompt}]
             if system:
@@ -845,7 +838,7 @@ class Endpoint(Backend):
             ) from error
 
     def _status_error(self, error: Any, body: Mapping[str, Any]) -> Exception | None:
-        """The exception for an HTTP status of the server; None where it asks to wait."""
+        """Return the exception for an HTTP status of the server; None if it asks to wait."""
         config = self._config
         status = error.status_code
         text = error.response.text

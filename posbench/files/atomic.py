@@ -81,14 +81,14 @@ _NUMBERS = itertools.count()
 
 
 def _names_beginning(folder: Path, prefix: str) -> list[str]:
-    """Names in a folder that begin so; none where it cannot be listed."""
+    """Return the names in a folder with a prefix; none if the folder cannot be listed."""
     with suppress(OSError):
         return [name for name in os.listdir(folder) if name.startswith(prefix)]
     return []
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; true where that cannot be asked."""
+    """Whether a process of this machine runs; true if it cannot be checked."""
     if os.name != "posix":
         return True
     try:
@@ -112,7 +112,7 @@ def machine_id() -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an error of the file system inside the block name the file, as a write to a full disk does not."""
+    """Add the file's name to an error of the file system inside the block, which a write to a full disk lacks."""
     try:
         yield
     except OSError as error:

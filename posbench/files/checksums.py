@@ -64,7 +64,7 @@ def file_sha256(file: Path) -> str:
 
 
 def _cache_file(file: Path) -> Path | None:
-    """Where the hash of a file is cached: a file each, so that two processes never write the same."""
+    """Return the path of a file's cached hash, one file each, so that two processes never write the same."""
     cache = cache_folder()
     if cache is None:
         return None

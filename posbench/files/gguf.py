@@ -80,7 +80,7 @@ NUMBER_KEYS = (EPSILON, ROPE_BASE)
 """Settings that are finite numbers above 0."""
 
 TOKENIZER_JSON = "tokenizer.huggingface.json"
-"""Where the GGUF specification puts a whole ``tokenizer.json``."""
+"""Key of a whole ``tokenizer.json`` in the GGUF specification."""
 
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """Names of special tokens: transformers' to GGUF's."""
@@ -99,7 +99,8 @@ OTHER_FILES = "set model.path to the checkpoint itself: a hub id, or a folder wi
 """Hint where a GGUF file cannot be read."""
 
 RECORD = "posbench.json"
-"""In a converted folder: ``gguf``, sha256 of the file; ``weights``, types of its tensors; ``files``, sha256 of each."""
+"""Record in a converted folder: ``gguf``, sha256 of the file; ``weights``, types of its tensors; ``files``, sha256 of
+each."""
 
 VERSION = 3
 """Raised when a conversion changes: folders of an earlier one are not used."""
@@ -400,11 +401,7 @@ class Settings:
 
 
 def converted_folder(sha256: str) -> Path:
-    """Where the checkpoint made from the GGUF file with this sha256 lies, made or not.
-
-    Raises:
-        MachineError: This user has no folder for caches.
-    """
+    """Return the folder of the checkpoint converted from the GGUF file with this sha256, whether or not it exists."""
     cache = cache_folder()
     if cache is None:
         allowed = "a folder for converted files: this user has no home folder"

@@ -41,7 +41,7 @@ class SourceCode(NamedTuple):
 
 
 class ModuleLocation(NamedTuple):
-    """Where a module lies; a package also has folders, a namespace package folders alone."""
+    """Location of a module; a package also has folders, a namespace package only folders."""
 
     file: Path | None
     folders: list[str] | None
@@ -85,7 +85,7 @@ def _is_users(file: Path, is_own: bool) -> bool:
 
 
 def locate_module(name: str) -> ModuleLocation | None:
-    """Where a module lies; None where there is none. Nothing is imported for it."""
+    """Find the location of a module without importing it; None if there is none."""
     module = sys.modules.get(name)
     if module is not None:
         file = getattr(module, "__file__", None)
@@ -214,7 +214,7 @@ def keep_code() -> None:
 
 
 def _parsed(content: bytes) -> ast.Module | None:
-    """The syntax tree of a module; None where it is no Python of this version's."""
+    """Return the syntax tree of a module; None if it is not valid in this version of Python."""
     try:
         return ast.parse(content)
     except (SyntaxError, ValueError):

@@ -37,7 +37,7 @@ VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\{[^{}]*\}|\[[^\[\]]*\]|[^,{}\[\]]+")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a field of such a name holds a secret."""
+    """Return whether a field with this name holds a secret."""
     last = name.rpartition(".")[2]
     return bool(SECRET_NAME.search(last)) and not (
         PLAIN_NAME.fullmatch(last) and last.lower() != "token"
@@ -69,7 +69,7 @@ def is_long_enough(text: str) -> bool:
 
 
 def written_forms(secret: str) -> list[str]:
-    """List how a secret may be repeated: as it is, in an address, and in base64."""
+    """List the forms in which a secret may be repeated: unchanged, in an address, and in base64."""
     encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
     return list(dict.fromkeys([secret, quote(secret, safe=""), encoded]))
 

@@ -141,11 +141,7 @@ def local(source: Source) -> Path:
 
 
 def need_reachable(source: Source) -> None:
-    """Refuse a source that a run can neither find here nor get by itself.
-
-    Raises:
-        UserError: It does not exist, cannot be reached, or must be fetched first.
-    """
+    """Refuse a source that is neither on this machine nor downloadable by a run."""
     if source.kind == "wheel" and cached_path(source) is None:
         wheel = wheels.wheel_of(source.id)
         allowed = f"a model that was fetched; this one was not ({wheel.about})"
@@ -506,7 +502,7 @@ def _download(source: Source, console: Console | None = None) -> Path:
 
 
 def _url_file(url: str) -> Path:
-    """Where a URL is cached; its hash keeps URLs that end in the same name apart."""
+    """Return the path of a URL in the cache; its hash separates URLs that end in the same name."""
     cache = cache_folder()
     if cache is None:
         allowed = "a folder for downloads: this user has no home folder"

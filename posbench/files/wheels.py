@@ -23,7 +23,7 @@ from posbench.files import gguf
 from posbench.files.checksums import file_sha256
 
 SCHEME = "wheel://"
-"""How ``model.path`` names such a model: ``wheel://NAME``."""
+"""Prefix of a model's path: ``model.path=wheel://NAME``."""
 
 POLL_SECONDS = 0.2
 

@@ -81,7 +81,7 @@ def encode_prompts(
 
 
 def _form(example: Example) -> dict[str, Any]:
-    """How an example's prompt is rendered, see :meth:`Encoder.render`."""
+    """Return the arguments of :meth:`Encoder.render` for an example's prompt."""
     return {
         "chat": example.chat,
         "system": example.system,

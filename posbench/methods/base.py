@@ -191,7 +191,7 @@ class Method(ABC):
         return None
 
     def twin(self) -> Self:
-        """The nearest method that folds into a checkpoint; itself where it folds, or nothing near does."""
+        """Return the nearest method that folds into a checkpoint; itself if it folds, or if there is none."""
         return self
 
     @contextmanager

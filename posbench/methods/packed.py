@@ -40,11 +40,7 @@ def continuation_of(method: Method) -> Continuation | None:
 
 
 def prompt_copies(model: PreTrainedModel, continuations: Sequence[Continuation]) -> int:
-    """How many times the memory of their prompts several continuations need in one batch.
-
-    Once where keys are linear and one set of channels is scaled, again for each further set, and once for each
-    continuation where the keys of each are projected anew.
-    """
+    """Return how many copies of their prompts' memory several continuations need in one batch."""
     scaled = [c for c in continuations if c.scales_keys and c.channels]
     layers = {layer for c in scaled for layer in c.layers}
     if all(families.keys_are_linear(model, layer) for layer in layers):

@@ -253,7 +253,7 @@ def read_reply(
 
 
 def unclear_thinking(split: SplitReply) -> str:
-    """Why the text of a reply is not known to be its answer, with the marks in it; empty where it is."""
+    """Return why the text of a reply may not be its answer, with its marks; empty if it is."""
     return f"{UNKNOWN_MARKS}: {split.unclear_marks}" if split.unclear_marks else ""
 
 
@@ -492,7 +492,8 @@ def read_echoed_logprobs(
 
 
 def read_prompt_logprobs(answer: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """The same from ``prompt_logprobs`` of vLLM: for each token of the prompt one entry, the first of which is none."""
+    """Read log-probabilities from vLLM's ``prompt_logprobs``: one entry for each token of the prompt, None for the
+    first."""
     entries = first_choice(answer).get("prompt_logprobs")
     entries = entries or answer.get("prompt_logprobs") or []
     tokens: list[str] = []

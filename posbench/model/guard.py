@@ -117,11 +117,7 @@ def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Let a function of an LM run :func:`exclusive`, and name the layer where it raises :class:`NotFinite`.
-
-    Raises:
-        UserError: Another thread is inside, or the model gave no numbers; the layer comes from a second run.
-    """
+    """Run a function of an LM :func:`exclusive`, and name the layer if it raises :class:`NotFinite`."""
 
     @functools.wraps(call)
     def run(lm: Any, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -21,7 +21,7 @@ AttentionFunction = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
 
 _functions: dict[int, list[AttentionFunction]] = {}
-"""By the id of a model's config, the functions in front of its kernel; the first one is called first."""
+"""By the id of a model's config, the functions before its kernel, in calling order."""
 
 
 @contextmanager

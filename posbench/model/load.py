@@ -1,4 +1,4 @@
-"""From a name, a directory, a hub id or a model object to a ready LM."""
+"""Load a model from a name, a directory, a hub id or a model object."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class _Prefills:
         return [self._encoded[e.id].ids[:-1] for e in examples]
 
     def prefix(self, group: PrefillGroup, ids: list[str]) -> Prefix | None:
-        """The prefix of some examples of a group, which is prefilled where it is a new one; None: nothing is shared."""
+        """Return the prefix of some examples of a group, prefilled if it is new; None if nothing is shared."""
         if self._group is not group:
             self._group = None
             self._store = None
@@ -362,7 +362,7 @@ class BatchPlan(Plan):
             num_packs += 1
 
     def _prompt_copies(self, members: Sequence[Subject]) -> int:
-        """How many times a batch of several methods needs the memory of its prompts."""
+        """Return how many copies of its prompts' memory a batch of several methods needs."""
         continuations = [continuation_of(subject.method) for subject in members]
         return prompt_copies(self.lm.model, [c for c in continuations if c is not None])
 
@@ -394,7 +394,8 @@ class BatchPlan(Plan):
     def _shareable_groups(
         self, examples: Sequence[Example]
     ) -> tuple[list[list[Example]], int | None]:
-        """Groups of examples that share a prefill, and the tokens of a batch; no groups where that cannot be."""
+        """Return groups of examples that share a prefill, and the tokens of a batch; no groups if sharing is not
+        possible."""
         share = self.runtime.share
         if not share or not examples:
             return [], None

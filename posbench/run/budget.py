@@ -81,7 +81,7 @@ class Budget:
 
     @property
     def size(self) -> float:
-        """How much it is, in its unit."""
+        """Its amount, in its unit."""
         return self.amount[1]
 
 

@@ -17,7 +17,7 @@ from posbench.tasks import Example
 
 
 class StudyWorkload(NamedTuple):
-    """How much a study or a search reads at most, of prompts that are about equally long and of other texts.
+    """Upper bound of the tokens that a study or a search reads, in prompts of about equal length and in other texts.
 
     Attributes:
         prompts: Prompts read in full.
@@ -37,7 +37,7 @@ class StudyWorkload(NamedTuple):
 
 
 class InspectionPasses(NamedTuple):
-    """How often a study reads each of some prompts to look inside the model, and how often it is answered.
+    """Forward passes with which a study inspects the model on each prompt, and replies to it.
 
     Attributes:
         examples: The prompts.
@@ -86,7 +86,7 @@ class WorkEstimate:
     prefix_tokens: int = 0
 
     def times(self, factor: float) -> WorkEstimate:
-        """Return ``factor`` times this work; batches stay as large as they are."""
+        """Return ``factor`` times this work, with batches of unchanged size."""
         return replace(
             self,
             prompts=round(self.prompts * factor),

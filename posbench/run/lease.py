@@ -99,7 +99,7 @@ class Lease:
             raise MachineError("lock", str(self.file), allowed, hint)
 
     def free(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         self._released.set()
         with suppress(FileNotFoundError):  # another process took it
             self.file.rename(f"{self.file}{FREE}")

@@ -57,7 +57,7 @@ def make_importable(run: RunDir) -> list[Path]:
 
 
 def import_from(recorded: str | None, config: Any, reader: str) -> list[Path]:
-    """Let the classes of the user's own that a config names be imported from a config folder.
+    """Make the user's own classes in a config importable from a config folder.
 
     That is the folder chosen for this verb, else the recorded one.
 

@@ -1,4 +1,4 @@
-"""From examples to encoded prompts to batches."""
+"""Encode the prompts of examples and group them into batches."""
 
 from __future__ import annotations
 

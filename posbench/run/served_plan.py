@@ -25,7 +25,7 @@ from posbench.run.stop import StopRules
 from posbench.tasks import Example
 
 FAILURES_IN_A_ROW = 3
-"""Failed requests one after another, for each thread, after which no more are sent."""
+"""Consecutive failed requests, for each thread, after which no more are sent."""
 COST_DIGITS = 9
 """Decimals of the cost of a reply."""
 

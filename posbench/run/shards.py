@@ -176,15 +176,7 @@ def _end_with(parent: BaseProcess) -> None:
 def _run_worker(
     worker: int, main: WorkerMain, run: str, count: int, gpus: Sequence[str]
 ) -> None:
-    """Make a shard in a process of its own, whose output goes to a file in the shard's folder.
-
-    Args:
-        worker: Number of the worker; it makes shard ``worker + 1``.
-        main: The command line.
-        run: Folder of the run.
-        count: Number of shards.
-        gpus: Names of the GPUs that the processes share out, one each.
-    """
+    """Make a shard in a separate process, whose output goes to a file in the shard's folder."""
     index = worker + 1
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker pool started it"

@@ -42,7 +42,7 @@ class StopRule:
 
 
 class Stop(NamedTuple):
-    """Where a run stopped.
+    """The point at which a run stopped.
 
     Attributes:
         rule: The rule that stopped it.

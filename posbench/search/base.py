@@ -116,7 +116,7 @@ class Search(ABC):
         return None
 
     def second_task(self) -> tuple[Task, list[Example], int] | None:
-        """A second task that it asks, its prompts, and how often at most it asks each; None without one."""
+        """A second task that it asks, its prompts, and the most times each is asked; None without one."""
         return None
 
     def files(self) -> tuple[Source, ...]:

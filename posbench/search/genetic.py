@@ -497,7 +497,7 @@ def _remark(row: pd.Series) -> str:
 
 
 def _candidate_table(best: Scales, scores: Scores) -> pd.DataFrame:
-    """All candidates, best first; one that was given up has the highest accuracy it could have had."""
+    """Return all candidates, best first; one that was given up has the highest accuracy it could have had."""
     rows = []
     for scales in sorted(scores.values, key=scores.rank_key):
         scored = int(np.isfinite(scores.values[scales]).sum())

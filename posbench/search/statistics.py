@@ -1,4 +1,4 @@
-"""How positional is each channel? The filter of Yu et al. 2025, Algorithm 1, as printed and as released.
+"""Measure how positional each channel is: the filter of Yu et al. 2025, Algorithm 1, as printed and as released.
 
 Letters: L layers (rows), P token positions, D channels.
 """

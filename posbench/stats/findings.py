@@ -123,7 +123,7 @@ class Finding:
         p: float,
         note: str = "",
     ) -> Self:
-        """State a claim that comes with a test of its own.
+        """State a claim with its own test.
 
         Args:
             holds: Whether the number speaks for the claim rather than against it.
@@ -214,17 +214,17 @@ class Finding:
         )
 
     def not_testable(self, note: str = "") -> Self:
-        """The same number without a verdict; the note, put before the finding's own, says why."""
+        """Return the same number without a verdict; ``note``, put before the finding's note, says why."""
         notes = "; ".join(filter(None, [note, self.note]))
         return replace(self, verdict="not testable", p=math.nan, note=notes)
 
     def inconclusive(self, note: str = "") -> Self:
-        """The same number, which decides nothing, as a tie does; the note, put before its own, says why."""
+        """Return the same number as undecided, such as a tie; ``note``, put before the finding's note, says why."""
         notes = "; ".join(filter(None, [note, self.note]))
         return replace(self, verdict="inconclusive", note=notes)
 
     def control(self) -> Self:
-        """The same finding as a control of ours, which no paper claims."""
+        """Return the same finding as a control of ours, which no paper claims."""
         return replace(self, kind="control")
 
 
@@ -263,7 +263,7 @@ def inert_note(name: str, changed: float, difference: Estimate) -> str:
 
 
 def _describe_bounds(low: float, high: float) -> str:
-    """Where a number must lie to be between two bounds, one of which may be infinite, in words."""
+    """Describe in words the range between two bounds, one of which may be infinite."""
     if math.isinf(high):
         return f"above {low:.3g}"
     if math.isinf(low):

@@ -105,19 +105,19 @@ def kind_of_row(row: Mapping[str, Any]) -> str:
 
 
 def describe_kind(row: Mapping[str, Any]) -> str:
-    """Of which kind a row without an answer is and why, in words."""
+    """Describe the kind and the reason of a row without an answer."""
     name = OUTCOME_METRICS[kind_of_row(row)]
     return f"{name} ({row['reason']})" if row.get("reason") else name
 
 
 def describe_kinds(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many rows of predictions.jsonl of each kind have no answer and why, in words; empty where all have one."""
+    """Count in words the rows of predictions.jsonl without an answer by kind and reason; empty if all have one."""
     counts = Counter(describe_kind(row) for row in rows if kind_of_row(row))
     return ", ".join(f"{count} {text}" for text, count in counts.most_common())
 
 
 def count_kinds(rows: pd.DataFrame) -> str:
-    """How many rows of each kind have no answer, in words, the most frequent first."""
+    """Count in words the rows of each kind without an answer, the most frequent kind first."""
     counts = Counter(kind for kind in rows[KIND] if kind)
     return ", ".join(
         f"{count} {OUTCOME_METRICS[kind]}" for kind, count in counts.most_common()

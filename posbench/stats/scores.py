@@ -1,4 +1,4 @@
-"""From scored rows to tidy tables with intervals; pure functions."""
+"""Make tidy tables with intervals from scored rows; pure functions."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from posbench.stats.position_bias import CurveIntervals, contrast_with_others
 ALPHA = 0.05
 """Probability with which an interval may ever miss its mean."""
 JOINT_ALPHA = 0.025
-"""The same for the contrasts of all positions together, of which a bias is named: half, so that the search for any
-bias, which looks at all positions, and for its absence stay within 5 % in all."""
+"""Probability with which any interval of the contrasts of all positions together may ever miss: half of :data:`ALPHA`,
+so that the tests for any bias (over all positions) and for its absence stay within 5 % together."""
 BET_HORIZONS = (40, 400)
 """Numbers of questions at which the bets of a gambler gain most."""
 BET_WEIGHTS = (0.3, 0.7)
 """Share of his capital that he bets for each of the horizons."""
 MAX_BET = 0.5
-"""Share of the capital that a single bet risks at most."""
+"""Largest share of the capital that a single bet risks."""
 FIRST_QUESTIONS = 20
 """Questions at each position before a run may stop."""
 FIRST_FORECAST = 100
@@ -217,7 +217,8 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
 
 
 def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
-    """Questions that each continuation of a run takes up to its verdict; infinite where that is beyond the farthest."""
+    """Return the questions that each continuation of a run needs for its verdict; infinite beyond the farthest
+    forecast."""
     num_questions, num_positions = scores.shape
     rng = np.random.default_rng(seed)
     variance = max(float(scores.mean(axis=0).var(ddof=1)), 1e-12)

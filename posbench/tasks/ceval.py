@@ -25,7 +25,7 @@ _ANSWER_FORMS = (
     rf"{_LETTER}\W*选?项?(?:是|都是)?(?:正确|对的|符合)",
     rf"选[择项]?\W*{_LETTER}(?!\W*[错不])",
 )
-"""How replies name a letter, the surest form first."""
+"""Patterns of letters in replies, the surest form first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ class Exam(EvaluationOnly):
 
     @abstractmethod
     def letter(self, text: str) -> str:
-        """The letter that a reply gives; anything else where it gives none."""
+        """Return the letter that a reply gives; anything else if it gives none."""
 
     def official(self) -> tuple[Source, ...]:
         """The hub's files of the subjects that are asked."""

@@ -23,7 +23,7 @@ from posbench.tasks.reading import (
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
 FILES: dict[str, dict[str, Any]] = json_beside(__file__)["files"]
-"""Of each benchmark: documents in its own file, that file's sha256, and the system message."""
+"""By benchmark: documents in its own file, that file's sha256, and the system message."""
 LEVAL_URL = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
 
 LETTERS = "ABCD"

@@ -40,12 +40,12 @@ def numerals(text: str, *, arabic: bool = False) -> list[str]:
 
 
 def deviations(order: Sequence[int]) -> dict[str, float]:
-    """How far a permutation, the places from 0 in the gold order, is from 0, 1, ..., n-1 (Li et al. 2023).
+    """Distances of a permutation (places in the gold order, from 0) from 0, 1, ..., n-1 (Li et al. 2023).
 
-    ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n
-    minus its cycles; ``sdd`` the length of those swaps, the one that reduces displacement most per place
-    first. Some swap of places i < j always reduces it by 2 (j - i), the most there is (the last item that has
-    to move right, and one that has to pass it): half the sum of displacements.
+    ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n minus its
+    cycles; ``sdd`` the length of those swaps, the one that reduces displacement most per place first. Some swap of
+    places i < j always reduces it by 2 (j - i), the most there is (the last item that has to move right, and one that
+    has to pass it): half the sum of displacements.
     """
     size = len(order)
     visited: set[int] = set()

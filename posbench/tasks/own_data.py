@@ -65,11 +65,11 @@ class Record(BaseModel):
         return list(getattr(self, self.holds))
 
     def text(self, number: int, part: Any) -> str:
-        """A part as the prompt has it where it is the one of that number, from 0."""
+        """Render the part at index ``number`` (from 0) for the prompt."""
         return str(part)
 
     def contents(self) -> str:
-        """All but id and subset: lines with the same ask the same question."""
+        """The content without id and subset: lines with equal contents ask the same question."""
         return self.model_dump_json(exclude={"id", "subset"})
 
 
@@ -139,7 +139,7 @@ class Documents(RecordWithGold):
     )
 
     def text(self, number: int, part: Document) -> str:
-        """With its number, from 1."""
+        """Render the document with its number, from 1."""
         title = f"(Title: {part.title})" if part.title else ""
         return f"Document [{number + 1}]{title} {part.text}"
 
@@ -159,7 +159,7 @@ class Choices(Record):
     gold: Index = Field(description="index of the right one, from 0; it stays in place")
 
     def text(self, number: int, part: str) -> str:
-        """With its letter."""
+        """Render the choice with its letter."""
         return f"{ascii_uppercase[number]}. {part}"
 
 
@@ -419,7 +419,7 @@ class OwnData(EvaluationOnly):
 
     @cached_property
     def _line_of(self) -> dict[str, int]:
-        """By the id of a record, the number of its line."""
+        """Map the id of each record to the number of its line."""
         lines = read_data_rows("path", self.place())
         numbers = [number for number, _ in lines]
         return {
@@ -463,7 +463,7 @@ class OwnData(EvaluationOnly):
         return notes
 
     def _short_answer_notes(self) -> list[str]:
-        """How many lines have an answer that many a wrong reply holds as well; empty where none has."""
+        """Report how many lines have an answer so short that wrong replies may contain it; empty if none has."""
         short_answers: dict[str, None] = {}
         num_lines = 0
         for record in self.own.records:

@@ -40,7 +40,7 @@ SCORERS = {
     "space_digest": scorers.exponential_similarity,
     "book_sum_sort": scorers.concordance_index,
 }
-"""The score of a reply against one gold text, where it is neither ROUGE, nor a letter, nor token F1."""
+"""Scorers of a reply against one gold text, for tasks not scored by ROUGE, a letter or token F1."""
 
 FORMAT_REQUEST = "Do not provide any explanation."
 """Added to the instruction of every task but the summaries, for chat models."""
