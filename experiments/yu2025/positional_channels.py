@@ -13,7 +13,7 @@ from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.late import Figure, pd
-from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
+from posbench.measure.states import NUM_GROUPS, Alphabet, Array, Moments, Site, moments
 from posbench.methods.scale_channel import (
     SEARCH_SUBJECT,
     STRONGEST_SUBJECT,
@@ -83,12 +83,12 @@ class PositionalChannels(Study):
     """
 
     text_lengths: ClassVar[tuple[str, ...]] = ("length",)
-    smallest: ClassVar[Mapping[str, int]] = {"strings": GROUPS}
+    smallest: ClassVar[Mapping[str, int]] = {"strings": NUM_GROUPS}
     channels: tuple[int, ...] | None = None
     top: Count = 2
     controls: Count = 2
     site: Site = "attention_input"
-    strings: Annotated[int, Ge(GROUPS)] = 2000
+    strings: Annotated[int, Ge(NUM_GROUPS)] = 2000
     length: Count = 1000
     alphabet: Alphabet = "characters"
     window: Count = 100

@@ -1,4 +1,4 @@
-"""What answers the prompts of a model that is not in this process."""
+"""Backends: answer prompts for models that are not in this process."""
 
 from posbench.backends.base import Backend
 

@@ -1,4 +1,4 @@
-"""What a backend replies to an example."""
+"""Request the reply to an example from a backend, and check beforehand that the backend can serve the task."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from posbench.model.lm import LM
 from posbench.model.load import SERVER_KEYS, ModelConfig, load
 from posbench.tasks import Example, Task
 
-PROBE_PROMPTS = 3
+COMPARED_PROMPTS = 3
 """Prompts on which a server is compared with its checkpoint."""
-PROBE_TOKENS = 40
+COMPARED_TOKENS = 40
 """Tokens of the replies that are compared."""
-PROBE_CHARACTERS = 1000
-"""Characters of their prompts at most."""
-MAX_PROBE_BYTES = 2_000_000_000
+COMPARED_CHARACTERS = 1000
+"""Most characters of a compared prompt."""
+MAX_COMPARED_BYTES = 2_000_000_000
 """Size of the weights files up to which they are loaded for the comparison."""
 SHOWN_CHARACTERS = 120
 
 
 def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
-    """Check that a server can do a task, and tell what it does otherwise than a model in process.
+    """Check that a server can do a task, and list how it differs from a model in process.
 
     Returns:
         Differences in words; none for a model in process.
 
     Raises:
-        UserError: It has no way to do what the task asks, or the longest prompt does not fit the window.
+        UserError: The server cannot do the task, or the longest prompt does not fit its window.
     """
     if model.in_process:
         return ()
@@ -74,9 +74,9 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
 def compare_with_checkpoint(
     endpoint: Endpoint, encoder: Encoder, model: ModelConfig, task: Task
 ) -> str:
-    """Compare a server's replies to the beginnings of a few prompts with those of its checkpoint in process.
+    """Compare a server's replies to a few truncated prompts with its checkpoint's replies in process.
 
-    A model goes on with what is cut in the middle, and penalties change long replies first.
+    A truncated prompt makes the model continue the text: a long reply, which shows sampling penalties best.
 
     Args:
         endpoint: The server.
@@ -85,7 +85,7 @@ def compare_with_checkpoint(
         task: The task whose prompts are asked.
 
     Returns:
-        The result, or why there is none, as a line.
+        One line: the result, or the reason why there is none.
     """
     if not model.path:
         return (
@@ -101,7 +101,7 @@ def compare_with_checkpoint(
         lm = _load_reference(model)
         pairs = [
             _reply_to_beginning(endpoint, encoder, lm, example)
-            for example in _spread(task.evaluation(), PROBE_PROMPTS)
+            for example in _spread(task.evaluation(), COMPARED_PROMPTS)
         ]
     except (UserError, RequestError) as error:
         return (
@@ -120,7 +120,7 @@ def compare_with_checkpoint(
 
 
 def _spread(examples: Sequence[Example], count: int) -> list[Example]:
-    """So many examples, spread evenly, or all of fewer."""
+    """Return ``count`` evenly spaced examples, or all if there are fewer."""
     step = max(len(examples) // count, 1)
     return list(examples[::step][:count])
 
@@ -128,25 +128,25 @@ def _spread(examples: Sequence[Example], count: int) -> list[Example]:
 def _reply_to_beginning(
     endpoint: Endpoint, encoder: Encoder, lm: LM, example: Example
 ) -> tuple[str, str]:
-    """What a server and its checkpoint reply to the beginning of an example's prompt.
+    """Return the replies of a server and of its checkpoint to the beginning of an example's prompt.
 
     Raises:
         RequestError: The server gave no reply.
         UserError: The window is too small.
     """
-    length = min(len(example.prompt) // 2, PROBE_CHARACTERS)
+    length = min(len(example.prompt) // 2, COMPARED_CHARACTERS)
     form: dict[str, Any] = {
         "truncation": "middle",
-        "reserve": PROBE_TOKENS,
+        "reserve": COMPARED_TOKENS,
         "chat": example.chat,
         "system": example.system,
     }
     beginning = example.prompt[:length].rstrip()
     (in_process,) = lm.generate(
-        [lm.encode(beginning, **form).ids], max_new_tokens=PROBE_TOKENS
+        [lm.encode(beginning, **form).ids], max_new_tokens=COMPARED_TOKENS
     )
     prompt = endpoint.prompt(encoder, encoder.encode(beginning, **form), example.system)
-    reply = endpoint.generate(prompt, PROBE_TOKENS)
+    reply = endpoint.generate(prompt, COMPARED_TOKENS)
     return (reply.rejection or reply.text).strip(), in_process.strip()
 
 
@@ -166,8 +166,8 @@ def _load_reference(model: ModelConfig) -> LM:
         hint = "posbench fetch gets those of the hub"
         raise UserError("model.path", model.path, "weights on this machine", hint)
     size = sum(file.stat().st_size for file in files)
-    if size > MAX_PROBE_BYTES:
-        allowed = f"weights of at most {MAX_PROBE_BYTES / 1e9:.0f} GB, these have {size / 1e9:.0f} GB"
+    if size > MAX_COMPARED_BYTES:
+        allowed = f"weights of at most {MAX_COMPARED_BYTES / 1e9:.0f} GB, these have {size / 1e9:.0f} GB"
         hint = "make a run in process, too, and posbench compare RUN RUN"
         raise UserError("model.path", model.path, allowed, hint)
     return load(local_model, device="cpu")
@@ -187,16 +187,16 @@ def ask(
         backend: The backend.
         encoder: Makes the prompts.
         task: The example's task.
-        example: What to reply to.
+        example: The example to reply to.
         encoded: Its prompt as tokens.
-        prompt_arrived: Whether the model read the whole prompt, by what the server says with the reply.
+        prompt_arrived: Judges by a reply's token counts whether the model read the whole prompt.
 
     Returns:
         ``output`` and ``outcome`` (:data:`posbench.stats.outcomes.Outcome`), with the ``reason`` where it is no answer;
-        and what the server says of it, where it does: tokens as it counts (``prompt_tokens``, ``reply_tokens``), why
-        the reply ended (``finish``), the thinking before it (``thinking``, of so many ``thinking_tokens``) and whether
-        it ended in that (``is_thinking``), its model (``server``); of a choice which way it was read (``by``), with
-        ``loglikelihoods`` (nats) and, if several, the number of ``requests`` whose tokens are counted.
+        and, where the server reports them, its token counts (``prompt_tokens``, ``reply_tokens``), why the reply ended
+        (``finish``), the thinking before it (``thinking``, ``thinking_tokens``), whether it ended while thinking
+        (``is_thinking``), and the model (``server``). For choices also how they were read (``by``), their
+        ``loglikelihoods`` (nats) and, if there were several requests, their number (``requests``).
     """
     prompt = backend.prompt(encoder, encoded, example.system)
     if example.choices:

@@ -1,4 +1,4 @@
-"""What answers prompts and is known by its replies alone: a server, or a class of one's own."""
+"""Interface of backends, which return only replies: a server, or a class of the user's own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEUTRAL_SETTINGS: Mapping[str, Any] = {
     "repeat_penalty": 1,  # llama.cpp
     "generation_config": json.dumps(NEUTRAL_GENERATION_CONFIG),  # transformers serve
 }
-"""What is sent so that a server does not apply its checkpoint's generation_config.json."""
+"""Sampling settings sent so that a server does not apply its checkpoint's generation_config.json."""
 PENALTIES = (
     ("presence_penalty",),
     ("frequency_penalty",),
@@ -48,43 +48,44 @@ PENALTIES = (
 )
 """Settings that change the greedy reply; of several names of one, a server needs to take one."""
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
-"""Names of the most tokens of a reply; models that think take the second alone."""
+"""Field names of the reply limit; thinking models accept only the second."""
 
 Prompt = str | list[dict[str, str]]
-"""What is sent: the text that the model reads, or messages."""
+"""The text that the model reads, or chat messages."""
 MakePrompt = Callable[[str], Prompt]
 """Gives a text the form of the task's prompts."""
 Api = Literal["completions", "chat"]
 LikelihoodForm = Literal["", "echo", "echo with a token", "prompt_logprobs"]
-"""How a server gives the log-likelihoods of a prompt: not at all; of an echoed prompt without a reply, or with one of a
-token; by a field of vLLM's."""
+"""Form of a server's log-likelihoods of a prompt: none; of an echoed prompt without a reply, or with a reply of one
+token; a field of vLLM's.
+"""
 
 
 @dataclass(frozen=True)
 class ServerProfile:
-    """What the probe of a server told: the form of requests that it takes, and what it gives.
+    """Result of probing a server: the form of requests it accepts, and its limits.
 
     Attributes:
-        api: The API that is asked.
-        length_field: Name of the most tokens of a reply.
-        temperature: The temperature that is sent; None: none, as the server refuses it.
-        settings: The neutral settings that it takes.
+        api: The API in use.
+        length_field: Name of the field that limits the tokens of a reply.
+        temperature: The temperature sent; None if the server refuses the field.
+        settings: The neutral settings that the server accepts.
         sends_stop: Whether stop texts are sent; else replies are cut here.
-        thinking: How it gives thinking.
-        max_reply_tokens: Tokens of a reply that it allows; None: not known.
-        max_thinking_tokens: Of these, those that are left for thinking.
+        thinking: How the server returns thinking.
+        max_reply_tokens: Most tokens of a reply that the server allows; None: not known.
+        max_thinking_tokens: Part of ``max_reply_tokens`` left for thinking.
         window: Tokens of prompt and reply that the model reads; None: not known.
         choice_method: How choices are read; empty: not asked.
-        likelihood_form: How it gives log-likelihoods of a prompt.
-        counts_tokens: Whether it tells the tokens of a request.
-        overhead_tokens: Tokens of a prompt beside its text: the server's chat template.
-        tokens_per_character: Tokens of a character of the task's prompts, as the server counts; None: not measured.
+        likelihood_form: How the server returns log-likelihoods of a prompt.
+        counts_tokens: Whether the server reports the tokens of a request.
+        overhead_tokens: Tokens that the server's chat template adds to a prompt.
+        tokens_per_character: Tokens per character of the task's prompts, by the server's count; None: not measured.
         reply_tokens: Tokens of the longest reply to the probe, thinking among them.
-        model: The model that it reports; empty where it reports none.
+        model: The model name that the server reports, if any.
         speed: How fast it answers; None: not measured.
         delivery: Whether prompts arrive whole; None: not checked yet.
-        tokens_read: Tokens of the requests of the probe itself.
-        tokens_written: Tokens of the replies to them.
+        tokens_read: Prompt tokens of the probe itself.
+        tokens_written: Reply tokens of the probe itself.
     """
 
     api: Api
@@ -117,7 +118,7 @@ class ServerProfile:
 
     @property
     def delivery_facts(self) -> dict[str, Any]:
-        """What a run records of whether prompts arrive whole, and of the line on which the counts of its rows lie."""
+        """Return the record of prompt delivery, with the line that relates characters to tokens of a prompt."""
         facts: dict[str, Any] = asdict(self.delivery) if self.delivery else {}
         facts["text"] = str(self.delivery or "")
         facts["tokens_per_character"] = self.tokens_per_character
@@ -132,7 +133,7 @@ class ServerProfile:
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model that a server lists, with its window where that is told."""
+    """A model in a server's list, with its window where the list gives one."""
 
     id: str
     window: int | None = None
@@ -160,15 +161,15 @@ class Untokenized(Encoder):
         return encoded
 
     def fit(self, encoded: Encoded, form: Mapping[str, Any], **limits: Any) -> Encoded:
-        """As it is: of a model whose tokenizer is not known, the server says what does not fit."""
+        """Return the prompt unchanged: without a known tokenizer, the server reports prompts that do not fit."""
         return encoded
 
 
 def text_encoder(config: ModelConfig) -> Encoder:
-    """The encoder that makes the texts of a served model, with its tokenizer where that is known.
+    """Return the encoder that makes a served model's prompts, with its tokenizer where that is known.
 
-    The chat template is the tokenizer's; a server that is sent messages brings a template of its own. What the model
-    may think takes its share of the window.
+    The chat template is the tokenizer's; a server that receives messages applies its own. Thinking tokens count
+    towards the window.
 
     Raises:
         UserError: There is no such tokenizer.
@@ -187,7 +188,7 @@ def text_encoder(config: ModelConfig) -> Encoder:
 
 
 def untruncated(encoder: Encoder) -> Encoder:
-    """The same encoder for prompts of any length."""
+    """Return the encoder without a limit on the length of prompts."""
     return replace(encoder, context_window=NO_WINDOW)  # type: ignore[type-var]
 
 
@@ -212,13 +213,13 @@ class Backend(ABC):
         """Return the reply to a prompt.
 
         Args:
-            prompt: What is asked: a text, or messages where :attr:`profile` says so.
+            prompt: A text, or messages where :attr:`profile` says so.
             max_tokens: Tokens of the answer at most.
             stop: Texts that end the reply; the caller cuts there, too.
 
         Raises:
-            RequestError: No answer came this time; the same command asks again.
-            UserError: Something that the user can correct: nothing more is asked.
+            RequestError: No answer came; the same command asks again.
+            UserError: The user has to correct something; no further requests are sent.
         """
 
     def choose(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
@@ -226,13 +227,13 @@ class Backend(ABC):
         return with_choice(self.generate(prompt, CHOICE_TOKENS), choices)
 
     def check(self, choosing: bool = False) -> None:
-        """Find out what is needed to ask it.
+        """Probe the backend for the settings that requests need.
 
         Args:
             choosing: Whether choices will be asked for.
 
         Raises:
-            UserError: It cannot be asked.
+            UserError: The backend cannot be used.
         """
         return
 
@@ -242,12 +243,12 @@ class Backend(ABC):
 
     @property
     def profile(self) -> ServerProfile:
-        """How it is asked."""
+        """The profile of its requests."""
         return ServerProfile("completions", settings={})
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How replies are decoded, for the record: see :attr:`posbench.backends.served.Endpoint.decoding`."""
+        """The decoding settings, for the record: see :attr:`posbench.backends.served.Endpoint.decoding`."""
         return {
             "api": self.profile.api,
             "sent": {},
@@ -261,7 +262,7 @@ class Backend(ABC):
         }
 
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
-        """Return what to ask for a prompt, so that the model reads what ``encoded`` says."""
+        """Return a prompt in the form to send, so that the model reads the text of ``encoded``."""
         return encoded.text
 
     def deliver(self, make_prompt: MakePrompt, text: str, answer_tokens: int) -> Reply:

@@ -21,11 +21,11 @@ def backend_class(model: ModelConfig) -> type[Backend]:
 
 
 def make_backend(model: ModelConfig, profile: ServerProfile | None = None) -> Backend:
-    """Return what answers for a model that is not in this process.
+    """Return the backend of a model that is not in this process.
 
     Args:
         model: The model.
-        profile: What an earlier probe of its server told.
+        profile: Result of an earlier probe of its server.
 
     Raises:
         UserError: ``model.backend`` names no backend, or its settings are wrong; a server's key is not set.

@@ -1,8 +1,8 @@
-"""Whether a server lets its model read prompts whole: some shorten long ones, answer all the same, and say nothing.
+"""Check that a server passes whole prompts to its model: some silently truncate long ones.
 
-Where a server counts the tokens of prompts, its own counts are compared with each other: those of the parts of a text
-must add up to that of the whole. No tokenizer is assumed. Where it counts none, the model is asked for values at the
-beginning, in the middle and at the end of texts of growing length.
+Where a server counts the tokens of prompts, its counts are compared with each other: the counts of the parts of a text
+must add up to the count of the whole. No tokenizer is assumed. Where it counts none, the model is asked for values at
+the beginning, in the middle and at the end of texts of growing length.
 """
 
 from __future__ import annotations
@@ -17,58 +17,59 @@ from posbench.model.answers import Reply, RequestError
 
 Part = Literal["", "the front", "the middle", "the end", "a part"]
 Ask = Callable[[str, int], Reply]
-"""Sends a text as the task's prompts are sent, and asks for an answer of at most so many tokens beside thinking; 0: the
-reply does not matter."""
+"""Sends a text in the form of the task's prompts; the number limits the answer's tokens, thinking excluded (0: any)."""
 
 VALUE_TOKENS = 32
-"""Tokens of an answer that is a value."""
+"""Most tokens of an answer that is a value."""
 SLACK_TOKENS = 8
-"""How far the counts of two parts may be from that of the whole: where a text is cut, a token may become two."""
+"""Tolerance when two parts' counts are added: where a text is cut, a token may become two."""
 NOISE_FACTOR = 3
-"""How many times as far as two counts of one text are apart, for servers that count about."""
+"""Tolerance for inexact counts, as a multiple of the difference between two counts of one text."""
 MIN_TOKENS_PER_CHARACTER = 0.03
-"""A server whose counts grow less than that counts nothing."""
+"""A server whose counts grow more slowly does not count tokens."""
 SMALL_CHARACTERS = 200
+"""Characters of the shorter of two counted texts that every server reads whole."""
 SHORT_CHARACTERS = 1500
-"""Characters of texts that every server reads whole: two that are counted, and one that a value is looked for in."""
-BRACKETS = ((100_000, 64), (float("inf"), 16))
-"""The limit is found to one part in so many, by the characters of the longest prompt: of long ones each step costs."""
+"""Characters of a text that every server reads whole: the longer counted one, and the first searched for values."""
+LIMIT_PRECISION = ((100_000, 64), (float("inf"), 16))
+"""(longest prompt in characters, n): the limit is found to one part in n, coarser for long, costly prompts."""
 NOTE_CHARACTERS = 120
-"""Characters of the notes among which a value stands."""
+"""Length of the notes that surround a value, in characters."""
 FRONT, MIDDLE, END = DEPTHS = (0.0, 0.5, 1.0)
 ATTEMPTS = 3
-"""Values that are looked for at a depth before it counts as not read."""
-ABOVE = (1.04, 1.1, 1.2, 1.3, 1.4, 1.5)
-BELOW = (0.97, 0.93, 0.88, 0.83, 0.78, 0.7)
-"""Lengths, as shares of the limit, at which a value is never found, and found but for once, if that is a server's."""
+"""Failed searches for a value after which its depth counts as not read."""
+LENGTHS_ABOVE = (1.04, 1.1, 1.2, 1.3, 1.4, 1.5)
+"""Lengths, in multiples of the limit, at which no value is found if the server drops text."""
+LENGTHS_BELOW = (0.97, 0.93, 0.88, 0.83, 0.78, 0.7)
+"""Lengths, in multiples of the limit, at which values are found, with one exception, if the server drops text."""
 KEPT_SHARE = 0.4
 """Share of the limit that every server keeps of a longer text at one of its ends: Ollama keeps the last half, routers
 half at each end."""
-FAR = 3
-FAR_SHARES = (1.1, 1.6, 2.2)
-"""Length, as a multiple of the limit, at which what is kept must lie as far from the end as at the limit, and where
-nothing may be found then."""
+FAR_LENGTH = 3
+"""Length, in multiples of the limit, at which the kept part must still be found at the same distance from the end."""
+FAR_DISTANCES = (1.1, 1.6, 2.2)
+"""Distances from that end, in multiples of the limit, where a text of :data:`FAR_LENGTH` has no findable value."""
 NAMING_LENGTHS = (0.8, 1.5)
 """Lengths, as shares of the limit, of a text that arrives whole and of one that does not."""
 ROW_SHARE = 0.9
-"""Share of the tokens that a prompt of its length has, below which a row is looked into."""
+"""Share of the expected tokens of a prompt below which its row is checked."""
 SURE_ROWS = 3
-"""Rows in which a prompt was shortened, after which others are no longer looked into."""
+"""Shortened prompts after which further rows are no longer checked."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What is known of the prompts that a server lets its model read.
+    """How much of a prompt a server passes to its model.
 
     Attributes:
-        characters: Length of the longest text that is known to arrive whole.
-        limit: Tokens, as the server counts, up to which prompts arrive whole; without counts characters. None: none
-            was met.
-        is_counted: Whether ``limit`` is one of tokens.
-        drops: What is missing of longer prompts.
+        characters: Length of the longest text known to arrive whole.
+        limit: Largest prompt that arrives whole, in tokens as the server counts, or in characters if it does not
+            count; None: no limit was met.
+        is_counted: Whether ``limit`` is in tokens.
+        drops: Which part of longer prompts is dropped.
         unchecked: Why delivery could not be checked; empty: it was.
-        tokens_per_character: Of texts that arrive whole, where a limit of tokens was met; None elsewhere.
-        overhead_tokens: Tokens of a prompt beside its text, as those of a character.
+        tokens_per_character: Of texts that arrive whole, if a token limit was met; else None.
+        overhead_tokens: Tokens that the chat template adds to a prompt, under the same condition.
     """
 
     characters: int = 0
@@ -81,7 +82,7 @@ class Delivery:
 
     @property
     def unit(self) -> str:
-        """What ``limit`` counts."""
+        """Unit of ``limit``."""
         return "tokens" if self.is_counted else "characters"
 
     def __str__(self) -> str:
@@ -109,7 +110,7 @@ def cold(text: str) -> str:
 
 
 def check_delivery(ask: Ask, text: str) -> Delivery:
-    """Find out whether a text as long as the longest prompt arrives whole, and if not, how much does.
+    """Find out whether the longest prompt arrives whole, and if not, up to which length prompts do.
 
     Args:
         ask: Sends texts.
@@ -135,8 +136,8 @@ def check_delivery(ask: Ask, text: str) -> Delivery:
 
 
 def bracket(characters: int) -> int:
-    """Return to one part in how many the limit of texts of so many characters is found."""
-    return next(parts for most, parts in BRACKETS if characters <= most)
+    """Return n where the limit is found to one part in n, for a longest prompt of this many characters."""
+    return next(parts for most, parts in LIMIT_PRECISION if characters <= most)
 
 
 def rounded_down(limit: int) -> int:
@@ -170,7 +171,7 @@ class _Counts:
             return Delivery(unchecked="its counts of tokens do not add up")
         values = _Values(self._ask, text)
         tokens = self._count(text[:characters])
-        # A text of no characters has all that stands beside a text.
+        # A text of no characters costs the overhead alone.
         per_character = (tokens - self._beside_text) / characters
         return Delivery(
             characters=characters,
@@ -196,7 +197,7 @@ class _Counts:
         return self._known[text]
 
     def _measure_beside_text(self, text: str) -> None:
-        """Count the tokens of a prompt beside its text: of the chat template, and of what makes a text new."""
+        """Measure the overhead tokens of a prompt: of the chat template, and of the prefix that makes a text new."""
         size = min(SMALL_CHARACTERS, len(text) // 4)
         start = (len(text) - 2 * size) // 2
         first, second = (
@@ -246,11 +247,11 @@ class _Counts:
 
 
 class _Values:
-    """Asks a model for values that stand at several depths of texts.
+    """Asks a model for values placed at several depths of texts.
 
     Args:
         ask: Sends texts.
-        prompt: Makes the notes around a value, so that they have as many tokens a character as the run's prompts.
+        prompt: Filler of the notes around a value; as the run's prompt, it has the same tokens per character.
     """
 
     def __init__(self, ask: Ask, prompt: str) -> None:
@@ -295,7 +296,7 @@ class _Values:
         )
 
     def dropped_part(self, limit: int) -> Part:
-        """What is dropped of texts of more than ``limit`` characters; "a part" where values do not tell."""
+        """Return the part dropped from texts of more than ``limit`` characters; "a part" if it is not known which."""
         below, above = (int(share * limit) for share in NAMING_LENGTHS)
         try:
             if not all(self._finds(below, depth) for depth in DEPTHS):
@@ -308,9 +309,9 @@ class _Values:
         return _part_without(lost) or "a part"
 
     def _is_cliff(self, low: int, high: int, depth: float) -> bool:
-        """Whether a server drops text: sharply from one length on, and all but so many characters at one end.
+        """Whether text is dropped by the server: from one length on, all but a fixed number of characters at one end.
 
-        A bias of a model changes gradually, or lies at shares of a text and not at numbers of characters.
+        A position bias changes gradually, or depends on relative depth and not on characters.
 
         Args:
             low: The longest text in which the value at ``depth`` was found.
@@ -319,25 +320,25 @@ class _Values:
         """
 
         def at(distance: float, length: int) -> float:
-            """The depth so many characters from the end that is kept."""
+            """Return the depth of the point ``distance`` characters from the kept end."""
             share = distance / length
             return 1 - share if depth == FRONT else share
 
-        for share in ABOVE:
+        for share in LENGTHS_ABOVE:
             length = int(share * high)
             if self._finds(length, depth, attempts=2):
                 return False
             if not self._finds(length, at(KEPT_SHARE * low, length)):
                 return False
-        far = FAR * high
+        far = FAR_LENGTH * high
         if not self._finds(far, at(KEPT_SHARE * low, far)):
             return False
-        if any(self._finds(far, at(share * high, far)) for share in FAR_SHARES):
+        if any(self._finds(far, at(share * high, far)) for share in FAR_DISTANCES):
             return False
         num_found = sum(
-            self._finds(int(share * low), depth, attempts=2) for share in BELOW
+            self._finds(int(share * low), depth, attempts=2) for share in LENGTHS_BELOW
         )
-        return num_found >= len(BELOW) - 1
+        return num_found >= len(LENGTHS_BELOW) - 1
 
     def _finds(self, characters: int, depth: float, attempts: int = ATTEMPTS) -> bool:
         """Whether the model finds a value, each time another one."""
@@ -359,8 +360,8 @@ def text_with_value(
 
     Args:
         filler: Text of the notes around the pair.
-        characters: Length of the text, about.
-        depth: Where the pair stands: 0 the front, 1 the end.
+        characters: Approximate length of the text.
+        depth: Position of the pair: 0 the front, 1 the end.
         key, value: The pair.
     """
     head = f'Extract the value of the key "{key}" from the JSON object below.\n\nJSON data:\n{{'
@@ -374,7 +375,7 @@ def text_with_value(
 
 
 def _notes(filler: str, characters: int) -> str:
-    """Lines of a JSON object, of so many characters in all, that hold pieces of a text."""
+    """Return lines of a JSON object, ``characters`` long in all, that hold pieces of the filler."""
     words = filler * (characters // max(len(filler), 1) + 1)
     lines = list[str]()
     while characters > 0:
@@ -402,16 +403,15 @@ def _part_without(lost: list[float]) -> Part:
 
 
 class RowCheck:
-    """Judges by the tokens that a server counts in a row's prompt whether that arrived whole.
+    """Judges by a server's token count whether a row's prompt arrived whole.
 
-    A prompt of far fewer tokens than others of its length is asked again, new to every cache and in halves: it may be
-    other text, or a server may leave tokens out of its count that it has in a cache. Its methods may be called from
-    several threads.
+    A prompt with far fewer tokens than others of its length is asked again, new to every cache and in halves: its text
+    may be unusual, or the server may not count cached tokens. Its methods may be called from several threads.
 
     Args:
         ask: Sends texts.
-        tokens_per_character: Of the task's prompts, as the server counts.
-        overhead: Tokens of a prompt beside its text.
+        tokens_per_character: Of the task's prompts, by the server's count.
+        overhead: Tokens that the chat template adds to a prompt.
     """
 
     def __init__(
@@ -425,11 +425,11 @@ class RowCheck:
         self._lock = threading.Lock()
 
     def arrived(self, text: str, tokens: int | None) -> bool:
-        """Return whether a prompt arrived whole, as far as its count tells.
+        """Return whether a prompt arrived whole, judged by its token count.
 
         Args:
             text: The prompt.
-            tokens: Its tokens as the server counts; None: not told.
+            tokens: Its tokens as the server counts; None: not reported.
         """
         if not tokens or self._per_character is None:
             return True
@@ -455,7 +455,7 @@ class RowCheck:
                 return False
             if tokens >= ROW_SHARE * tokens_if_whole:
                 return True
-            # What a cache holds may not be counted: then a text that is sent again has fewer tokens.
+            # Cached tokens may not be counted: then a text that is sent again has fewer tokens.
             new = cold(text)
             self._ask(new, 0)
             again = self._ask(new, 0).prompt_tokens or 0

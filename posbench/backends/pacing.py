@@ -1,4 +1,4 @@
-"""How many requests go to a server at a time, and when: as many as it answers, none while it asks to wait; how fast."""
+"""Rate control of requests to a server: concurrency, pauses when the server asks to wait, and measured speed."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
+"""First pause after a refusal that names no time; doubled while nothing is answered."""
 LONGEST_PAUSE_SECONDS = 60.0
-"""Pauses after a refusal that names no time: the first one, doubled up to the longest while nothing is answered."""
+"""Longest such pause."""
 MAX_WAIT_SECONDS = 900.0
-"""How long a server may answer nothing but that it is busy, or ask to wait, before the run stops."""
+"""Seconds for which a server may be busy, or ask to wait, before the run stops."""
 NOTICE_SECONDS = 10.0
-"""How long it is waited without a word."""
+"""Seconds of waiting after which the user is notified."""
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
+RATE_LIMIT_PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
 TIMED_REPLY_TOKENS = 16
-"""Tokens of a reply while a server is timed; a shorter one tells the time of a token no better."""
+"""Reply tokens while a server is timed; shorter replies make the time per token no more accurate."""
 FULLY_PARALLEL = 0.75
-"""Share of the requests that were sent at once, above which a server is taken to answer all of them at once."""
-SAME_LENGTH = 1.1
+"""Share of requests answered in parallel from which a server is taken to answer all of them in parallel."""
+SAME_LENGTH_RATIO = 1.1
 """Texts whose lengths differ by less are timed as one."""
-NEAR_LENGTH = 1.5
-"""A text whose length differs by less from one that was timed takes about as long."""
+NEAR_LENGTH_RATIO = 1.5
+"""Length ratio of two texts up to which they are taken to need the same time."""
 
 
 class ServerBusy(RuntimeError):
@@ -43,13 +44,13 @@ class ServerBusy(RuntimeError):
 
 
 class Pacer:
-    """Lets several threads send requests, as many at a time as the server takes.
+    """Lets several threads send requests, with the concurrency that the server accepts.
 
     The number rises by one with each round of answers and is halved when the server refuses (additive increase,
     multiplicative decrease); refusals of requests that were under way together halve it once.
 
     Args:
-        most: Requests at a time at most.
+        most: Maximum of concurrent requests.
         clock: Seconds.
 
     Attributes:
@@ -93,11 +94,11 @@ class Pacer:
                 self._changed.notify_all()
 
     def answered(self, headers: Mapping[str, str], tokens: int = 0) -> None:
-        """Count an answer, and heed what its headers say is left.
+        """Count an answer, and heed the rate limits in its headers.
 
         Args:
             headers: Headers of the answer, names in lower case.
-            tokens: Tokens that a request takes, about.
+            tokens: Approximate tokens of a request.
         """
         with self._changed:
             self._limit = min(self._limit + 1 / self._limit, float(self.most))
@@ -116,7 +117,7 @@ class Pacer:
         """Count a refusal of the request that was sent at ``began``: fewer at a time from now on, after a pause.
 
         Raises:
-            ServerBusy: The server asks to wait for longer than :attr:`max_wait`, or answered nothing else for as long.
+            ServerBusy: The server asks for a longer wait than :attr:`max_wait`, or refused everything for that time.
         """
         with self._changed:
             now = self._clock()
@@ -163,18 +164,18 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def pause_until_refilled(headers: Mapping[str, str], tokens: int) -> float:
-    """Return the seconds until one more request fits into what a server allows, by its rate-limit headers.
+    """Return the seconds until a server's rate limits, by its headers, allow one more request.
 
-    Headers tell what remains, and after how long all of the limit is there again; it fills evenly.
+    Headers give the remaining amount and the time until the limit is full again; it refills evenly.
 
     Args:
-        headers: ``x-ratelimit-remaining-requests``, ``-reset-requests``, ``-limit-requests``, and the same of
+        headers: ``x-ratelimit-remaining-requests``, ``-reset-requests``, ``-limit-requests``, and likewise for
             ``tokens``; names in lower case.
         tokens: Tokens that a request takes.
     """
     pauses = [0.0]
     for unit, needed in (("requests", 1), ("tokens", max(tokens, 1))):
-        for prefix in PREFIXES:
+        for prefix in RATE_LIMIT_PREFIXES:
             remaining = _rate_header(headers, prefix, "remaining", unit)
             reset = parse_seconds(_rate_header(headers, prefix, "reset", unit))
             if not re.fullmatch(r"\d+", remaining) or reset is None:
@@ -232,13 +233,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerSpeed:
-    """How fast a server answers texts that are new to it.
-
-    Attributes:
-        timings: Requests that were timed, one or more.
-        parallel: Requests that are answered in the time of one; None: not measured.
-        sent: Requests that were sent at once to measure that.
-    """
+    """Measured speed of a server on texts that it has not cached."""
 
     timings: tuple[Timing, ...]
     parallel: float | None = None
@@ -246,7 +241,7 @@ class ServerSpeed:
 
     @property
     def token_seconds(self) -> float:
-        """Seconds of a token of a reply, at most."""
+        """Upper bound of the seconds per reply token."""
         return min(
             t.seconds / max(t.reply_tokens, TIMED_REPLY_TOKENS) for t in self.timings
         )
@@ -259,7 +254,7 @@ class ServerSpeed:
         rest = sorted(self.timings)
         while rest:
             shortest = rest[0].characters
-            group = [t for t in rest if t.characters <= SAME_LENGTH * shortest]
+            group = [t for t in rest if t.characters <= SAME_LENGTH_RATIO * shortest]
             rest = rest[len(group) :]
             seconds = median(
                 max(t.seconds - token_seconds * t.reply_tokens, 0.0) for t in group
@@ -268,15 +263,15 @@ class ServerSpeed:
         return points
 
     def was_timed_at(self, characters: float) -> bool:
-        """Return whether a text was timed that is about as long as this."""
+        """Return whether a text of about this length was timed."""
         lengths = [length for length, _ in self.points]
         return any(
-            length / NEAR_LENGTH <= characters <= NEAR_LENGTH * length
+            length / NEAR_LENGTH_RATIO <= characters <= NEAR_LENGTH_RATIO * length
             for length in lengths
         )
 
     def seconds_of_request(self, characters: float, reply_tokens: float) -> float:
-        """Return what one request takes that is sent alone: between lengths that were timed, evenly more."""
+        """Return the seconds of one request sent alone, interpolated linearly between the timed lengths."""
         points = self.points
         lengths, seconds = zip(*points, strict=True)
         reading = float(np.interp(characters, lengths, seconds))
@@ -289,9 +284,9 @@ class ServerSpeed:
         return reading + self.token_seconds * reply_tokens
 
     def at_once(self, concurrency: int) -> float:
-        """Return how many requests are answered in the time of one, where so many are sent at a time.
+        """Return how many requests are answered in the time of one, at a given concurrency.
 
-        A server that answers as many at once as were sent is taken to answer more; where nothing was measured, all.
+        A server that answered all timed requests in parallel is taken to answer more in parallel; an untimed one, all.
         """
         if self.parallel is None:
             return float(concurrency)
@@ -303,13 +298,13 @@ class ServerSpeed:
     def seconds_of_requests(
         self, count: float, characters: float, reply_tokens: float, concurrency: int
     ) -> float:
-        """Return what so many requests take.
+        """Return the seconds of ``count`` requests.
 
         Args:
             count: Their number.
             characters: Characters of the prompt of each.
             reply_tokens: Tokens of the reply to each.
-            concurrency: Requests that are sent at a time.
+            concurrency: Concurrent requests.
         """
         each = self.seconds_of_request(characters, reply_tokens)
         return each * count / self.at_once(concurrency)

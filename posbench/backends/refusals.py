@@ -1,4 +1,4 @@
-"""What a server means by an HTTP error: which field it refuses, what it lacks, or what it asks for."""
+"""Classify a server's HTTP errors: the field it refuses, the feature it lacks, or its request to wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kind = Literal[
     "request",
     "server",
 ]
-"""What stands in the way: ``api`` is not offered; the server is ``busy``; a reply was ``cut`` before it began;
+"""Kind of a refusal: ``api`` is not offered; the server is ``busy``; a reply was ``cut`` before it began;
 ``fields`` are refused; a ``filter`` took the prompt; the ``key`` is wrong; the ``length`` of a reply is over its limit;
 there is no such ``model``; the prompt is an ``overflow``; the ``quota`` is spent; the ``request`` is refused for
 another reason; the ``server`` failed."""
@@ -38,16 +38,16 @@ WINDOW = re.compile(
     r"(?:context[ _](?:length|window|size)(?: is| of)?|n_ctx\W{1,4}|max_model_len\W{1,4})\D{0,20}(\d{3,9})",
     re.I,
 )
-"""The window, where a message tells it."""
+"""The context window, in a message that names it."""
 REPLY_LIMIT = re.compile(
     r"(?:at most|less than or equal to|<=|>|maximum (?:value )?(?:of|is)|\[\d+, ?)\D{0,4}(\d{2,9})",
     re.I,
 )
-"""The most tokens of a reply, where a message about ``max_tokens`` tells it."""
+"""The most tokens of a reply, in a message about ``max_tokens``."""
 CUT_BEFORE_REPLY = re.compile(
     r"could not finish the message|model output limit was reached", re.I
 )
-"""What OpenAI answers where a reply of a thinking model ends before its first word."""
+"""OpenAI's message where a thinking model's reply ends before its first word."""
 QUOTA = re.compile(
     r"insufficient_quota|billing_hard_limit|billing_not_active|credit balance"
     r"|insufficient (?:balance|credit|fund)|payment required|spend(?:ing)? limit",
@@ -59,7 +59,7 @@ RETRY = re.compile(r"retry|RESOURCE_EXHAUSTED", re.I)
 TOKENS_A_MINUTE = re.compile(
     r"tokens per min.{0,40}?limit:? ?([\d,]+).{0,20}?requested:? ?([\d,]+)", re.I | re.S
 )
-"""The rate limit and the tokens of one request, as OpenAI and Groq tell them."""
+"""The rate limit and the tokens of one request, in messages of OpenAI and Groq."""
 KEY = re.compile(r"invalid.{0,3}api.{0,3}key|incorrect api key|authentication", re.I)
 NO_MODEL = re.compile(
     r"model_not_found|(?:unknown|no such|invalid) model"
@@ -72,17 +72,17 @@ NO_API = re.compile(
     re.I,
 )
 PLAIN_WORDS = ("stop", "seed")
-"""Fields whose names are words of a sentence, too: a message means them where it quotes them or calls them a field."""
+"""Field names that are also English words: a message refers to them only if it quotes them or calls them a field."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a server means by an HTTP error.
+    """The meaning of a server's HTTP error.
 
     Attributes:
-        kind: What stands in the way.
-        fields: Fields of the request that it names; those whose value is refused, for ``length``.
-        limit: Tokens at most: of a reply for ``length``, of prompt and reply for ``overflow``; None: not told.
+        kind: The kind of refusal.
+        fields: Request fields that the error names; for ``length``, fields whose value is refused.
+        limit: Tokens at most: of a reply for ``length``, of prompt and reply for ``overflow``; None: not reported.
     """
 
     kind: Kind

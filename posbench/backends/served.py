@@ -1,6 +1,6 @@
-"""A model behind an OpenAI-compatible server: text in, replies out; nothing inside it can be seen.
+"""A model behind an OpenAI-compatible server: text in, replies out, no access to the inside.
 
-What servers take differs: a server is asked, and every request has the form that it took then.
+Servers differ in the requests they accept: a probe finds the accepted form, which every request then has.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from posbench.model.answers import (
     without_surrogates,
 )
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.lm import LENGTH
+from posbench.model.lm import FINISH_LENGTH
 from posbench.model.load import ModelConfig
 from posbench.model.thinking import opens_thinking
 from posbench.stats.outcomes import CONTENT_FILTER, OVERFLOW
@@ -84,19 +84,20 @@ MAX_MESSAGE_CHARACTERS = 200
 """Characters of a server's message that an error repeats."""
 SEED = 0
 """Seed of sampled replies, where the server takes one."""
-PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
-"""What a server is asked first."""
-PROBE_TOKENS = 16
+PROBE_QUESTION = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
+"""First question of the probe."""
+SHORT_PROBE_TOKENS = 16
 LONG_PROBE_TOKENS = 512
 """Tokens of the first reply, and of one that shows whether a model thinks that has written no answer by then."""
 PROBE_WAIT_SECONDS = 120.0
-"""How long a server may be busy before a run begins."""
+"""Seconds for which a server may be busy before a run begins."""
 PROBE_STOP = "\n#####"
 DEFAULT_THINKING_TOKENS = 16384
-"""Tokens for thinking where the user says nothing: more than questions about one item of a prompt take."""
+"""Default of thinking tokens: more than questions about one item of a prompt take."""
 FIRST_RETRY_SECONDS = 0.5
+"""First pause before a failed request is repeated; doubled with each further failure."""
 LONGEST_RETRY_SECONDS = 8.0
-"""Pauses before a failed request is repeated: the first one, doubled up to the longest."""
+"""Longest such pause."""
 WINDOW_FIELDS = (
     "max_model_len",  # vLLM, SGLang
     "loaded_context_length",  # LM Studio
@@ -104,9 +105,9 @@ WINDOW_FIELDS = (
     "context_window",  # Groq
     "max_context_length",  # Mistral, LM Studio
 )
-"""Where lists of models tell the window of a model."""
+"""Fields of model lists that give a model's window."""
 LLAMA_CPP = "llamacpp"
-"""The owner of models in the list of llama.cpp, which tells the window of the server elsewhere."""
+"""Owner of the models in llama.cpp's list, which gives the server's window in another place."""
 
 
 class ServerFailed(RequestError):
@@ -130,7 +131,7 @@ class _PromptRejected(Exception):
 
     Attributes:
         reason: :data:`posbench.stats.outcomes.OVERFLOW` or :data:`posbench.stats.outcomes.CONTENT_FILTER`.
-        window: Tokens that the model reads, where the server told them.
+        window: Tokens that the model reads, if the server reports them.
     """
 
     def __init__(self, reason: str, window: int | None = None) -> None:
@@ -144,13 +145,13 @@ class Endpoint(Backend):
 
     Args:
         config: The model.
-        profile: What an earlier probe told; None: :meth:`check` asks.
+        profile: Result of an earlier probe; None: :meth:`check` probes.
 
     Attributes:
-        tokens_read: Tokens of all prompts so far, as the server counts.
-        tokens_written: Tokens of all replies so far.
-        listing_problem: Why the list of models could not be read; empty where it was, or was not asked for.
-        give_up_at: When the probe ends at the latest, on the clock of ``time.monotonic``; None: whenever it does.
+        tokens_read: Prompt tokens so far, by the server's count.
+        tokens_written: Reply tokens so far.
+        listing_problem: Why the list of models could not be read; empty if it was read, or not requested.
+        give_up_at: Deadline of the probe, on the clock of ``time.monotonic``; None: no deadline.
         timings: Requests that were sent alone: the first question, and texts that no cache has seen.
     """
 
@@ -193,7 +194,7 @@ class Endpoint(Backend):
 
     @property
     def profile(self) -> ServerProfile:
-        """What the probe of the server told; before it, what is assumed."""
+        """The probed profile of the server; before the probe, the assumed one."""
         if self._profile is None:
             api: Api = "chat" if self._config.api == "chat" else "completions"
             return ServerProfile(api, temperature=self._config.temperature or 0)
@@ -209,7 +210,7 @@ class Endpoint(Backend):
         most = self.profile.max_thinking_tokens
         return min(DEFAULT_THINKING_TOKENS, most or DEFAULT_THINKING_TOKENS)
 
-    # What the server has
+    # Models of the server
 
     def models(self) -> list[ListedModel]:
         """The models that the server lists; empty where it has no such list.
@@ -254,7 +255,7 @@ class Endpoint(Backend):
         return None
 
     def _llama_cpp_window(self) -> Any:
-        """The window of a request to llama.cpp: that of the checkpoint may be larger than its cache."""
+        """Return llama.cpp's window of a request, which may be smaller than the checkpoint's."""
         import openai
 
         root = str(self._config.base_url).removesuffix("/v1")
@@ -267,10 +268,10 @@ class Endpoint(Backend):
     # Probing
 
     def check(self, choosing: bool = False) -> None:
-        """Ask something short, to see that the server answers for this model, and what it takes.
+        """Probe the server with a short question: does it answer for this model, and which requests does it accept?
 
         Args:
-            choosing: Whether choices will be asked for: then find out how the server lets them be read.
+            choosing: Whether choices will be asked for; if so, how to read them is probed, too.
 
         Raises:
             UserError: It does not know the model, or takes no such request.
@@ -296,7 +297,7 @@ class Endpoint(Backend):
         choosing: bool = False,
         known: ServerProfile | None = None,
     ) -> ServerProfile:
-        """Find out what a server takes and gives, by a few short requests.
+        """Find out the accepted requests and the limits of a server by a few short requests.
 
         Args:
             apis: The APIs to try, the best one first.
@@ -304,13 +305,13 @@ class Endpoint(Backend):
             answer_tokens: Tokens of a reply without thinking, in the run.
             stops: Whether stop texts will be sent.
             choosing: Whether choices will be asked for.
-            known: What an earlier probe told, of the same kind of requests: if the server takes the same form, nothing
-                else is looked for again.
+            known: Result of an earlier probe with the same kind of requests: if the server still accepts that form, the
+                rest of the probe is skipped.
 
         Raises:
-            UserError: It does not know the model, or refuses what cannot be left out.
+            UserError: It does not know the model, or refuses a field that cannot be left out.
             MachineError: It does not answer.
-            ProbeTimeOver: :attr:`give_up_at` is over.
+            ProbeTimeOver: :attr:`give_up_at` has passed.
         """
         self.pacer.max_wait = PROBE_WAIT_SECONDS
         with self._lock, self._reporting_probe_failures():
@@ -354,8 +355,8 @@ class Endpoint(Backend):
     def _find_accepted_form(self, prompt: Prompt, stops: bool) -> Reply:
         """Change the form of requests until the server takes it; return the reply.
 
-        What the server refuses by name is left out or sent under its other name; where it names nothing, all that can
-        be left out is.
+        A field that the server names in its refusal is left out or sent under its other name; if it names none, all
+        optional fields are left out.
         """
         tried_fields: set[str] = set()
         stop = (PROBE_STOP,) if stops else ()
@@ -363,10 +364,10 @@ class Endpoint(Backend):
             tried_fields.add(self.profile.length_field)
             began = time.monotonic()
             try:
-                reply = self._ask_reply(prompt, PROBE_TOKENS, stop)
+                reply = self._ask_reply(prompt, SHORT_PROBE_TOKENS, stop)
                 seconds = time.monotonic() - began
                 tokens = reply.reply_tokens or 0
-                self.timings.append(Timing(len(PROBE), tokens, seconds))
+                self.timings.append(Timing(len(PROBE_QUESTION), tokens, seconds))
                 return reply
             except _RequestRefused as error:
                 refusal = error.refusal
@@ -423,12 +424,12 @@ class Endpoint(Backend):
 
         A text without a chat template is no question that a model thinks about, and it may never end.
         """
-        may_think = prompt != PROBE
+        may_think = prompt != PROBE_QUESTION
         opened = isinstance(prompt, str) and opens_thinking(prompt)
         if opened:
             self._change(thinking="opened")
         self._see(reply, may_think)
-        is_unfinished = reply.finish == LENGTH
+        is_unfinished = reply.finish == FINISH_LENGTH
         if self.profile.thinking or not (may_think and is_unfinished):
             if self.profile.thinking:
                 self._find_reply_limit(prompt, answer_tokens)
@@ -447,7 +448,7 @@ class Endpoint(Backend):
         form = reply.thinking_form
         wrote = reply.reply_tokens or 0
         is_blank = not reply.text.strip()
-        if may_think and not form and is_blank and reply.finish == LENGTH:
+        if may_think and not form and is_blank and reply.finish == FINISH_LENGTH:
             form = "hidden"
         self._change(
             thinking=self.profile.thinking or form,
@@ -456,7 +457,7 @@ class Endpoint(Backend):
         self._count_probe(reply)
 
     def _count_probe(self, reply: Reply) -> None:
-        """Take from the reply to the first question what tokens its prompt has, and which model replied."""
+        """Record from the reply to the first question its prompt tokens and the model that replied."""
         self._change(
             counts_tokens=reply.prompt_tokens is not None,
             overhead_tokens=reply.prompt_tokens or 0,
@@ -464,7 +465,7 @@ class Endpoint(Backend):
         )
 
     def _find_reply_limit(self, prompt: Prompt, answer_tokens: int) -> None:
-        """Ask with all the tokens that the run will ask for, and keep to what the server allows."""
+        """Ask with the largest reply limit of the run, and keep to the limit that the server allows."""
         for _ in range(2):
             try:
                 reply = self._ask_reply(prompt, answer_tokens + self.thinking_tokens)
@@ -490,7 +491,7 @@ class Endpoint(Backend):
                 self._change(window=rejection.window)
 
     def _limit_thinking(self, tokens: int, reason: Exception) -> None:
-        """Allow no more tokens for thinking than a server does."""
+        """Limit the thinking tokens to the server's maximum."""
         typed = self._config.thinking_tokens
         if typed is not None and typed > tokens:
             allowed = f"at most {tokens}: {reason}"
@@ -523,10 +524,10 @@ class Endpoint(Backend):
         short_tokens = self.profile.overhead_tokens
         if long.prompt_tokens is None or long.prompt_tokens <= short_tokens:
             return
-        # Both prompts stand in the same template.
-        extra_characters = len(text) - len(PROBE)
+        # Both prompts have the same template.
+        extra_characters = len(text) - len(PROBE_QUESTION)
         per_character = (long.prompt_tokens - short_tokens) / max(extra_characters, 1)
-        overhead = max(short_tokens - round(per_character * len(PROBE)), 0)
+        overhead = max(short_tokens - round(per_character * len(PROBE_QUESTION)), 0)
         self._change(tokens_per_character=per_character, overhead_tokens=overhead)
 
     def measure_parallel(
@@ -551,7 +552,7 @@ class Endpoint(Backend):
 
         def ask(text: str) -> None:
             with suppress(_PromptRejected):
-                self._ask_reply(make_prompt(text), PROBE_TOKENS)
+                self._ask_reply(make_prompt(text), SHORT_PROBE_TOKENS)
 
         texts = [cold(sample) for _ in range(count)]
         began = time.monotonic()
@@ -565,18 +566,18 @@ class Endpoint(Backend):
     def ask_timed(
         self, make_prompt: MakePrompt, text: str, answer_tokens: int = 0
     ) -> Reply:
-        """The reply to a text of the probe; how long that took stands in :attr:`timings`.
+        """Return the reply to a text of the probe, and add its time to :attr:`timings`.
 
         Args:
             make_prompt: Gives a text the form of the task's prompts.
             text: The text.
-            answer_tokens: Tokens of an answer, those for thinking come on top; 0: the reply does not matter.
+            answer_tokens: Most tokens of the answer, thinking excluded; 0: the reply does not matter.
 
         Raises:
             RequestError: No answer came.
-            ProbeTimeOver: :attr:`give_up_at` is over.
+            ProbeTimeOver: :attr:`give_up_at` has passed.
         """
-        tokens = PROBE_TOKENS
+        tokens = SHORT_PROBE_TOKENS
         if answer_tokens:
             tokens = answer_tokens + self.thinking_tokens
         prompt = make_prompt(text)
@@ -587,16 +588,16 @@ class Endpoint(Backend):
         return reply
 
     def deliver(self, make_prompt: MakePrompt, text: str, answer_tokens: int) -> Reply:
-        """The same, with a note where the server rejects the text."""
+        """:meth:`ask_timed`, with a note in the reply if the server rejects the text."""
         return _reply_or_rejection(
             lambda: self.ask_timed(make_prompt, text, answer_tokens)
         )
 
     def _need_time(self) -> float:
-        """Seconds that a request may take: those of the config, or what is left of the probe's.
+        """Return the timeout of a request in seconds: the config's, or the time left for the probe.
 
         Raises:
-            ProbeTimeOver: Nothing is left.
+            ProbeTimeOver: No time is left.
         """
         timeout = float(self._config.timeout)
         if self.give_up_at is None:
@@ -608,14 +609,7 @@ class Endpoint(Backend):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How replies are decoded, known once the server was probed.
-
-        Returns:
-            The ``api``; the settings ``sent``; those ``left_out``, as the server refused them; the ``open_penalties``,
-            which were sent under none of their names, so that the server's own may apply; the field of the ``length``;
-            whether stop texts are ``sent`` or replies cut ``here``; how thinking is given, and tokens for it; the
-            ``model`` that the server reports, often none.
-        """
+        """The decoding settings, known once the server was probed."""
         profile = self.profile
         sent = dict(profile.settings)
         if profile.temperature is not None:
@@ -646,13 +640,13 @@ class Endpoint(Backend):
     # Prompts and replies
 
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
-        """What to send for a prompt, so that the model reads what ``encoded`` says."""
+        """Return a prompt in the form to send, so that the model reads the text of ``encoded``."""
         return self.prompt_for(self.profile.api, encoder, encoded, system)
 
     def prompt_for(
         self, api: Api, encoder: Encoder, encoded: Encoded, system: str
     ) -> Prompt:
-        """The same for one of the APIs."""
+        """:meth:`prompt` for one of the APIs."""
         if api == "chat":
             messages = [{"role": "user", "content": encoded.prompt}]
             if system:
@@ -672,12 +666,12 @@ class Endpoint(Backend):
     def generate(
         self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()
     ) -> Reply:
-        """The reply to a prompt.
+        """Return the reply to a prompt.
 
         Args:
-            prompt: What to send.
-            max_tokens: Tokens of the answer at most; those for thinking come on top.
-            stop: Texts that end the reply; the server gets the first four, so the caller cuts, too.
+            prompt: A text or messages.
+            max_tokens: Most tokens of the answer, thinking excluded.
+            stop: Texts that end the reply; only the first four are sent, so the caller cuts, too.
 
         Raises:
             RequestError: No answer came.
@@ -713,7 +707,7 @@ class Endpoint(Backend):
     def _ask_reply(
         self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()
     ) -> Reply:
-        """The reply to one request, with so many tokens in all."""
+        """Return the reply to one request, with ``max_tokens`` tokens in all."""
         settings: dict[str, Any] = {}
         if stop and self._stop_is_sent:
             settings["stop"] = list(stop[:MAX_STOP_TEXTS])
@@ -722,7 +716,7 @@ class Endpoint(Backend):
         except _RequestRefused as error:
             if error.refusal.kind != "cut":
                 raise
-            return Reply(finish=LENGTH, is_thinking=True, thinking_form="hidden")
+            return Reply(finish=FINISH_LENGTH, is_thinking=True, thinking_form="hidden")
         return self._read(answer, prompt, max_tokens)
 
     def _read(
@@ -772,7 +766,7 @@ class Endpoint(Backend):
             raise UserError("model.served", self._config.server_name, allowed, hint)
 
     def _send(self, prompt: Prompt, body: Mapping[str, Any]) -> Any:
-        """Send a request until it is answered, in its turn: what failed is repeated, what is refused is not."""
+        """Send a request in its turn until it is answered: failed requests are repeated, refused ones are not."""
         import openai
 
         failures = 0
@@ -822,7 +816,7 @@ class Endpoint(Backend):
 
     @staticmethod
     def _last_tokens(answer: Any) -> int:
-        """Tokens of a request as its answer counts them: what the next one takes, about."""
+        """Return the tokens of a request by its answer's count: an estimate for the next one."""
         usage = answer.get("usage") if isinstance(answer, dict) else None
         total = usage.get("total_tokens") if isinstance(usage, dict) else None
         return total if isinstance(total, int) else 0
@@ -844,7 +838,7 @@ class Endpoint(Backend):
             ) from error
 
     def _status_error(self, error: Any, body: Mapping[str, Any]) -> Exception | None:
-        """The exception for an HTTP status of the server; None where it asks to wait."""
+        """Return the exception for an HTTP status of the server; None if it asks to wait."""
         config = self._config
         status = error.status_code
         text = error.response.text
@@ -929,7 +923,7 @@ class Endpoint(Backend):
 
     @contextmanager
     def _reporting_probe_failures(self) -> Iterator[None]:
-        """Raise in one line what keeps a server from being probed."""
+        """Raise failures of the probe as one line."""
         config = self._config
         try:
             yield
@@ -957,12 +951,12 @@ class Endpoint(Backend):
             raise UserError("model.base_url", config.base_url, allowed, hint) from error
 
     def _short_text(self, message: object) -> str:
-        """What a server or a library said, short, and without secrets that it may repeat."""
+        """Return the message of a server or a library, short and with secrets masked."""
         text = " ".join((str(message) or type(message).__name__).split())
         return str(without_secrets(text, self._secrets))[:MAX_MESSAGE_CHARACTERS]
 
     def _readable(self, data: Any) -> Any:
-        """What a server sent as plain data that may be written to files: it may repeat the key."""
+        """Return a server's data as plain data with secrets masked, for files."""
         return without_secrets(without_surrogates(data), self._secrets)
 
     # Choices
@@ -999,7 +993,7 @@ class Endpoint(Backend):
         return self._read(answer, ""), read_echoed_logprobs(answer, written)
 
     def _by_likelihoods(self, prompt: str, choices: Sequence[str]) -> Reply:
-        """By the log-likelihoods of the choices, without the tokens with which all of them begin."""
+        """Choose by the log-likelihoods of the choices, without their common first tokens."""
         form = self.profile.likelihood_form
         replies, rows = zip(
             *(self._likelihoods(prompt, choice, form) for choice in choices),
@@ -1024,7 +1018,7 @@ class Endpoint(Backend):
         )
 
     def _ask_first_token(self, prompt: Prompt) -> Mapping[str, Any]:
-        """The answer with the likeliest first tokens of a reply, as many as the API gives."""
+        """Request the likeliest first tokens of a reply, the most that the API gives."""
         if isinstance(prompt, str):
             return self._ask(prompt, 1, logprobs=5)
         return self._ask(prompt, 1, logprobs=True, top_logprobs=20)
@@ -1044,7 +1038,7 @@ class Endpoint(Backend):
 
 def _unusual_finish(replies: Sequence[Reply]) -> str:
     """Why one of several requests ended that did not end well; empty where all did, or at their limit."""
-    usual = ("", LENGTH, *GOOD_REASONS)
+    usual = ("", FINISH_LENGTH, *GOOD_REASONS)
     return next((reply.finish for reply in replies if reply.finish not in usual), "")
 
 
@@ -1085,10 +1079,13 @@ def _reply_or_rejection(request: Callable[[], Reply]) -> Reply:
 
 def probe_prompts() -> dict[Api, Prompt]:
     """The first question in the form of each API, without a chat template."""
-    return {"completions": PROBE, "chat": [{"role": "user", "content": PROBE}]}
+    return {
+        "completions": PROBE_QUESTION,
+        "chat": [{"role": "user", "content": PROBE_QUESTION}],
+    }
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Return whether an address is one of this machine: what answers there is no service that charges."""
+    """Return whether an address is on this machine: a server here does not charge."""
     host = urlsplit(address).hostname or ""
     return host in ("localhost", "::1") or bool(re.fullmatch(r"127(\.\d+){3}", host))

@@ -34,10 +34,10 @@ from posbench.methods import Method
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.guard import guarded
 from posbench.model.lm import (
-    END,
-    LENGTH,
+    FINISH_END,
+    FINISH_LENGTH,
+    FINISH_STOP,
     LM,
-    STOP,
     finite_logits_processor,
     length_batches,
 )
@@ -309,7 +309,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self._missing = Counter[str]()
         with self.method.applied(self.lm):
             replies = super().generate_until(requests, disable_tqdm=disable_tqdm)
-        if self._missing.total() > outcomes.MAX_SHARE * len(requests):
+        if self._missing.total() > outcomes.MAX_MISSING_SHARE * len(requests):
             log.warning(
                 "%d of %d replies are no answers (%s): a score may call right answers wrong that had no room; raise "
                 "max_gen_toks of the task",
@@ -336,9 +336,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             texts = self.tokenizer.batch_decode(reply_ids)
             end_id = self.tokenizer.eos_token_id
             for ids, text in zip(reply_ids.tolist(), texts, strict=True):
-                finish = END if end_id in ids else LENGTH
+                finish = FINISH_END if end_id in ids else FINISH_LENGTH
                 if any(word in text for word in stop):
-                    finish = STOP
+                    finish = FINISH_STOP
                 decision = decide_outcome(text, finish, ended_itself=True)
                 if decision.outcome != outcomes.ANSWERED:
                     self._missing[f"{decision.outcome}: {decision.reason}"] += 1

@@ -12,7 +12,7 @@ from posbench.stats.bootstrap import Estimate, mean, with_interval
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import (
     CUT_METRIC,
-    MAX_SHARE,
+    MAX_MISSING_SHARE,
     THINKING_METRIC,
     describe_kinds,
     kind_of_row,
@@ -102,7 +102,7 @@ def judge_pilot(
         (sum(values) / len(values) for values in by_position.values()), default=0.0
     )
     level: Level = "in between"
-    if missing >= MIN_MISSING and missing > MAX_SHARE * len(rows):
+    if missing >= MIN_MISSING and missing > MAX_MISSING_SHARE * len(rows):
         level = "missing answers"
     elif (
         average.ci_high < chance + FLOOR_MARGIN and best < chance + BEST_POSITION_MARGIN

@@ -32,7 +32,7 @@ def to_canonical(data: Any) -> Any:
     """Plain data where equal content looks equal: 0.0 is 0, a tuple a list."""
     if isinstance(data, float):
         return int(data) if data.is_integer() else data
-    # Most data is this: asking whether it is a mapping takes ten times as long.
+    # Most data is a dict; isinstance(..., Mapping) takes ten times longer.
     if data is None or isinstance(data, str | int):
         return data
     if isinstance(data, list | tuple):
@@ -57,7 +57,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def _scratch(path: Path, kind: str) -> Path:
-    """A new hidden name beside a path, for this process alone; what dead processes left of that kind is removed.
+    """Return a new hidden path next to a path, for this process alone; remove such files of dead processes.
 
     Args:
         path: The file or folder that will be written.
@@ -77,18 +77,18 @@ def _scratch(path: Path, kind: str) -> Path:
 
 
 _NUMBERS = itertools.count()
-"""Tells what the threads of a process write."""
+"""Numbers that keep the scratch names of a process's threads apart."""
 
 
 def _names_beginning(folder: Path, prefix: str) -> list[str]:
-    """Names in a folder that begin so; none where it cannot be listed."""
+    """Return the names in a folder with a prefix; none if the folder cannot be listed."""
     with suppress(OSError):
         return [name for name in os.listdir(folder) if name.startswith(prefix)]
     return []
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; true where that cannot be asked."""
+    """Whether a process of this machine runs; true if it cannot be checked."""
     if os.name != "posix":
         return True
     try:
@@ -112,7 +112,7 @@ def machine_id() -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an error of the file system inside the block name the file, as a write to a full disk does not."""
+    """Add the file's name to an error of the file system inside the block, which a write to a full disk lacks."""
     try:
         yield
     except OSError as error:
@@ -157,7 +157,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _put_in_place(new: Path, out: Path) -> None:
-    """Rename a folder to ``out``, and remove what stood there."""
+    """Rename a folder to ``out``, and remove the folder that was there."""
     while True:
         old = _scratch(out, "old")
         with suppress(FileNotFoundError):
@@ -180,12 +180,12 @@ def write_csv(path: Path, frame: pd.DataFrame) -> None:
 
 
 def csv_text(frame: pd.DataFrame) -> str:
-    """What :func:`write_csv` writes of a table."""
+    """Return the text that :func:`write_csv` writes for a table."""
     return frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
 
 
 def round_values(values: Any, digits: int = 6) -> Any:
-    """Numbers of nested lists or an array, rounded to so many significant digits for rows in files."""
+    """Round the numbers of nested lists or an array to ``digits`` significant digits, for rows in files."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, list):

@@ -18,7 +18,7 @@ MIN_CACHED_BYTES = 1 << 22
 """Size from which a file's hash is cached; a smaller file is read again each time."""
 
 SETTLED_NANOSECONDS = 2_000_000_000
-"""How long a file must have rested: two changes within one tick of its clock look the same."""
+"""Time without a change before a hash is cached: two changes within one clock tick look the same."""
 
 
 def cache_folder() -> Path | None:
@@ -32,7 +32,7 @@ def cache_folder() -> Path | None:
 
 
 def file_stamp(file: Path) -> tuple[int, ...]:
-    """What changes whenever a file does: size, times of its content and of its entry (ns), inode, device."""
+    """Return values that change whenever a file does: size, mtime and ctime (ns), inode, device."""
     status = file.stat()
     return (
         status.st_size,
@@ -64,7 +64,7 @@ def file_sha256(file: Path) -> str:
 
 
 def _cache_file(file: Path) -> Path | None:
-    """Where the hash of a file is cached: a file each, so that two processes never write the same."""
+    """Return the path of a file's cached hash, one file each, so that two processes never write the same."""
     cache = cache_folder()
     if cache is None:
         return None

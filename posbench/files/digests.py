@@ -1,4 +1,4 @@
-"""What the files of a run hold: sha256 of every byte, cached for big files."""
+"""Digests of the files that a run reads: sha256 of every byte, cached for big files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from posbench.files.atomic import short_hash
 from posbench.files.checksums import file_sha256, file_stamp
 from posbench.files.sources import CHECKPOINT_PATTERNS, Source
 
-UNREAD = {".md", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".safetensors"}
-"""Files of a checkpoint folder that loading does not read; of safetensors it reads those that it names."""
+IGNORED_SUFFIXES = {
+    ".md",
+    ".bin",
+    ".pth",
+    ".pt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".safetensors",
+}
+"""Ignored suffixes in a checkpoint folder; the weights that are read are listed by name."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +35,10 @@ class Content:
     """A file of a source, or a data set or checkpoint of the hub, as a run found it.
 
     Attributes:
-        source: Where it comes from.
+        source: The source that names it.
         name: Path in the source's folder; of a single file its suffix, which says how it is read.
         file: Where it lies; None: on the hub, or in a wheel.
-        held: What it holds: the file's sha256, or the commit of a hub repository.
+        held: The file's sha256, or the commit of a hub repository.
         stamp: The file's :func:`file_stamp` before it was hashed.
     """
 
@@ -41,7 +50,7 @@ class Content:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it means for a run: where it lies does not count."""
+        """Identity of the content for a run, whatever its location on this machine."""
         return self.source.field, self.name, self.held
 
     @property
@@ -54,7 +63,7 @@ class Content:
 
 
 def read_contents(config_sources: Iterable[Source]) -> list[Content]:
-    """What the files of sources hold, in a fixed order; what is missing is downloaded where it can be.
+    """Return the contents of the files of sources, in a fixed order; missing files are downloaded where possible.
 
     Raises:
         UserError: A file is missing or cannot be read.
@@ -74,12 +83,12 @@ def read_contents(config_sources: Iterable[Source]) -> list[Content]:
 
 
 def content_keys(files: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
-    """The keys of what some groups of the config read."""
+    """Return the keys of the files that some groups of the config read."""
     return sorted(c.key for c in files if c.source.field.partition(".")[0] in groups)
 
 
 def hash_paths(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, Any]:
-    """A config in which a hash of what a local file holds stands in place of its path."""
+    """Return a config with the path of each local file replaced by a hash of its content."""
     data = deepcopy(dict(raw))
     keys_by_source: dict[Source, list[Any]] = {}
     for content in files:
@@ -96,7 +105,7 @@ def hash_paths(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, An
 
 
 def hash_sources(files: Iterable[Content], group: str) -> dict[str, str]:
-    """By the path or id of each source that a group of the config names, a hash of what it holds."""
+    """Return a content hash of each source that a group of the config names, by path or id."""
     keys_by_id: dict[str, list[tuple[str, str]]] = {}
     for content in files:
         if content.source.field.partition(".")[0] == group:
@@ -106,7 +115,7 @@ def hash_sources(files: Iterable[Content], group: str) -> dict[str, str]:
 
 
 def find_change(files: Iterable[Content]) -> Content | None:
-    """The first file that no longer holds what it held; a new time stamp alone is no change."""
+    """Return the first file whose content changed, if any; a new time stamp alone is no change."""
     for content in files:
         if content.file is None:
             continue
@@ -174,6 +183,6 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         if not file.is_file() or file.name.startswith("."):
             continue
         adapter = file.name.startswith("adapter") and file.suffix == ".safetensors"
-        if file.suffix not in UNREAD or file.name in weights or adapter:
+        if file.suffix not in IGNORED_SUFFIXES or file.name in weights or adapter:
             files.append(file)
     return files

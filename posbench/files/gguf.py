@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: converted once, in float32, into a folder of posbench's cache.
 
-transformers reads the weights. What it passes over without a word is checked here: settings and tensors that it
-does not know, and how the tokenizer cuts a text, which it takes to be GPT-2's in every file.
+transformers reads the weights. It silently ignores settings and tensors that it does not know, and assumes GPT-2's
+pre-tokenizer in every file; both are checked here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from posbench.late import (
 
 SUFFIX = ".gguf"
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+READABLE_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures whose conversion the tests compare with llama.cpp."""
 
 KEY_HEADS = "attention.head_count_kv"
@@ -42,28 +42,28 @@ KEY_HEADS = "attention.head_count_kv"
 
 EPSILON = "attention.layer_norm_rms_epsilon"
 ROPE_BASE = "rope.freq_base"
-SIZE_KEYS = (
+SHAPE_KEYS = (
     "context_length",
     "block_count",
     "embedding_length",
     "feed_forward_length",
     "attention.head_count",
 )
-READ_KEYS = (*SIZE_KEYS, KEY_HEADS, EPSILON, ROPE_BASE, "vocab_size")
+READ_KEYS = (*SHAPE_KEYS, KEY_HEADS, EPSILON, ROPE_BASE, "vocab_size")
 """Settings of an architecture that transformers reads."""
 
-REQUIRED_KEYS = (*SIZE_KEYS, EPSILON)
-"""Settings without which llama.cpp loads no model, while transformers takes values of its own."""
+REQUIRED_KEYS = (*SHAPE_KEYS, EPSILON)
+"""Settings without which llama.cpp loads no model; transformers would fall back to defaults."""
 
 DEFAULT_ROPE_BASE = 10000.0
-"""llama.cpp's base of the rotary embedding of a file that names none."""
+"""llama.cpp's default base of the rotary embedding."""
 
 HEAD_SIZE_KEYS = (
     "attention.key_length",
     "attention.value_length",
     "rope.dimension_count",
 )
-"""Settings that must agree: posbench knows no head of which a part alone rotates."""
+"""Settings that must be equal: heads that rotate in part are not supported."""
 
 SCALING_TYPE = "rope.scaling.type"
 SCALING_FACTOR = "rope.scaling.factor"
@@ -73,38 +73,40 @@ SCALING_KEYS = (
     "rope.scaling.original_context_length",
 )
 
-COUNT_KEYS = (*SIZE_KEYS, KEY_HEADS, "vocab_size", *HEAD_SIZE_KEYS)
+COUNT_KEYS = (*SHAPE_KEYS, KEY_HEADS, "vocab_size", *HEAD_SIZE_KEYS)
 """Settings that are whole numbers of at least 1."""
 
 NUMBER_KEYS = (EPSILON, ROPE_BASE)
 """Settings that are finite numbers above 0."""
 
 TOKENIZER_JSON = "tokenizer.huggingface.json"
-"""Where the GGUF specification puts a whole ``tokenizer.json``."""
+"""Key of a whole ``tokenizer.json`` in the GGUF specification."""
 
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-"""By transformers' name of a special token, the one in GGUF's keys."""
+"""Names of special tokens: transformers' to GGUF's."""
 
 END_TOKENS = ("eos", "eot", "eom")
 """Tokens at which llama.cpp ends a reply, in GGUF's keys: of a text, a turn and a message."""
 
 CONTROL_TOKEN = 3
+"""Type of control tokens, which are split off a text first."""
 USER_TOKEN = 4
-"""Types of tokens that are cut out of a text before it is cut into others."""
+"""Type of user-defined tokens, which are split off a text first."""
 
 UNQUANTISED = ("F32", "F16", "BF16", "F64")
 
 OTHER_FILES = "set model.path to the checkpoint itself: a hub id, or a folder with its *.safetensors"
-"""What to do where a GGUF file cannot be read."""
+"""Hint where a GGUF file cannot be read."""
 
 RECORD = "posbench.json"
-"""In a converted folder: ``gguf``, sha256 of the file; ``weights``, types of its tensors; ``files``, sha256 of each."""
+"""Record in a converted folder: ``gguf``, sha256 of the file; ``weights``, types of its tensors; ``files``, sha256 of
+each."""
 
 VERSION = 3
 """Raised when a conversion changes: folders of an earlier one are not used."""
 
 SCRATCH_PREFIX = ".new-"
-"""How the names of half-written folders begin."""
+"""Name prefix of half-written folders."""
 
 ABANDONED_SECONDS = 3600
 """Age from which a half-written folder belongs to a process that was killed."""
@@ -143,13 +145,13 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "qwen2": _splitting(_WORDS.replace("COUNT", "")),
     "llama-bpe": _splitting(_WORDS.replace("COUNT", "{1,3}")),
 }
-"""How byte-level tokenizers cut a text before they merge, as in ``tokenizer.json``, by ``tokenizer.ggml.pre``."""
+"""Pre-tokenizers of byte-level tokenizers, as in ``tokenizer.json``, by ``tokenizer.ggml.pre``."""
 
 NFC_NAMES = ("qwen2",)
 """Tokenizers whose ``tokenizer.json`` composes characters first."""
 
 WHOLE_WORD_NAMES = ("llama-bpe",)
-"""Tokenizers that take a piece of text that is a token as it is, however their merges would cut it."""
+"""Tokenizers that keep a piece of text whole if it is a token, whatever their merges."""
 
 BEGINNING_NAMES = ("llama-bpe",)
 """Tokenizers that put the beginning-of-sequence token in front unless the file says otherwise."""
@@ -181,10 +183,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def find_file(path: Path, field: str) -> Path:
-    """The GGUF file that a path names: itself, or the only one of a folder.
+    """Return the GGUF file that a path names: itself, or the only one in a folder.
 
     Raises:
-        UserError: There is none, or a folder holds several; ``field`` is what named it.
+        UserError: There is none, or a folder holds several; the error blames ``field``.
     """
     files = [path]
     if path.is_dir():
@@ -226,13 +228,13 @@ class Settings:
         raise UserError(self.field, self.name, f"a GGUF file of {allowed}", OTHER_FILES)
 
     def check(self) -> None:
-        """Refuse what would be read wrongly, or not at all.
+        """Refuse a file that would be read wrongly, or not at all.
 
         Raises:
             UserError: The file is of another architecture, a part of a model, or has settings that are not read.
         """
-        if self.architecture not in ARCHITECTURES:
-            names = ", ".join(ARCHITECTURES)
+        if self.architecture not in READABLE_ARCHITECTURES:
+            names = ", ".join(READABLE_ARCHITECTURES)
             self.refuse(f"architecture {names}, not {self.architecture}")
         if self.values.get("general.type", "model") != "model":
             self.refuse(f"a model, not of type {self.values['general.type']}")
@@ -292,7 +294,7 @@ class Settings:
         return list(dict.fromkeys(token for token in ids if token is not None))
 
     def adjust(self, config: PreTrainedConfig) -> None:
-        """Set in a config what transformers does not read from the file.
+        """Set the fields of a config that transformers does not read from the file.
 
         Raises:
             UserError: Sizes of heads differ.
@@ -399,11 +401,7 @@ class Settings:
 
 
 def converted_folder(sha256: str) -> Path:
-    """Where the checkpoint made from the GGUF file with this sha256 lies, made or not.
-
-    Raises:
-        MachineError: This user has no folder for caches.
-    """
+    """Return the folder of the checkpoint converted from the GGUF file with this sha256, whether or not it exists."""
     cache = cache_folder()
     if cache is None:
         allowed = "a folder for converted files: this user has no home folder"
@@ -412,7 +410,7 @@ def converted_folder(sha256: str) -> Path:
 
 
 def damage(folder: Path) -> str:
-    """What a converted folder lacks of what was written; empty if nothing."""
+    """Return how a converted folder differs from its :data:`RECORD`; empty if it does not."""
     try:
         files = dict(parse_json(read_text(folder / RECORD))["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -448,10 +446,10 @@ def convert(
         say: Called with a line before each step that takes a while.
 
     Returns:
-        The folder, with config, tokenizer, weights and :data:`RECORD`. It appears when all of it is written.
+        The folder, with config, tokenizer, weights and :data:`RECORD`. It appears when it is complete.
 
     Raises:
-        UserError: The file is damaged, or holds something that would be read wrongly.
+        UserError: The file is damaged, or would be read wrongly.
         MachineError: The cache cannot be written, or has too little room.
     """
     folder = converted_folder(sha256)
@@ -488,7 +486,7 @@ def _write_checkpoint(
 ) -> list[str]:
     """Write config, tokenizer and weights of a GGUF file; return the types of its tensors.
 
-    The arguments are those of :func:`convert`, and the folder to write into.
+    Arguments as of :func:`convert`, and the folder to write into.
     """
     import gguf
 
@@ -526,7 +524,7 @@ def _write_checkpoint(
 
 @contextmanager
 def _blaming(field: str, name: str, allowed: str, hint: str) -> Iterator[None]:
-    """Turn what the libraries raise on a file into one line; the arguments are those of UserError."""
+    """Turn errors that libraries raise on a file into one line; arguments as of UserError."""
     try:
         yield
     except UserError:
@@ -540,7 +538,7 @@ def _blaming(field: str, name: str, allowed: str, hint: str) -> Iterator[None]:
 
 
 def _need_room(folder: Path, size: int) -> None:
-    """Refuse to write so many bytes where they do not fit."""
+    """Refuse to write ``size`` bytes to a disk without room for them."""
     free = shutil.disk_usage(folder).free
     if free < size:
         allowed = (

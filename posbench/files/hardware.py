@@ -14,7 +14,7 @@ if sys.platform != "win32":
 
 
 def describe_hardware() -> str:
-    """What rounding depends on, in one line: processor, instruction set that torch uses, threads, GPUs."""
+    """Describe in one line the hardware that rounding depends on: processor, torch's instruction set, threads, GPUs."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -34,14 +34,14 @@ def describe_hardware() -> str:
 
 @cache
 def default_threads() -> int:
-    """CPU threads that torch takes by itself: as many as it had before any run of this process set others."""
+    """Return torch's default number of CPU threads, before any run of this process set another."""
     return int(torch.get_num_threads())
 
 
 def peak_memory() -> dict[str, int]:
     """Peak memory of this process so far, in bytes: ``resident``, and ``cuda`` on all GPUs."""
     peaks = {}
-    if sys.platform != "win32":  # where the standard library cannot tell
+    if sys.platform != "win32":  # the standard library has no such call there
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         usage = resource.getrusage(resource.RUSAGE_SELF)
         peaks["resident"] = unit_bytes * usage.ru_maxrss

@@ -1,4 +1,4 @@
-"""The Python files that a user's classes are made of, whatever module they stand in."""
+"""Find the Python files that a user's classes depend on, whatever their module."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from posbench import paths
 from posbench.files.atomic import write_text
 from posbench.files.checksums import cache_folder
 
-DRAWS = "plot.styled"
-"""The decorator of functions that draw: they stand beside what they draw, and move no number."""
+PLOT_DECORATOR = "plot.styled"
+"""Decorator of plotting functions: left out of the hashed code, as they move no number."""
 CODE_CACHE = "code.json"
-"""File of posbench's cache: a checksum of its second line, and what was read of Python files."""
+"""Cache file: a checksum of its second line, and the reduced code of Python files."""
 MAX_KEPT_FILES = 1000
-"""Files of which the cache keeps what was read: those of several versions of posbench."""
+"""Files whose reduced code is cached: enough for several versions of posbench."""
 LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 """Folders of installed libraries, whose versions are recorded."""
 
 
 class SourceCode(NamedTuple):
-    """What a file computes with.
+    """The code of a file that can change a result.
 
     Attributes:
         text: Its content; of Python without comments, docstrings and functions that draw.
@@ -41,7 +41,7 @@ class SourceCode(NamedTuple):
 
 
 class ModuleLocation(NamedTuple):
-    """Where a module lies; a package also has folders, a namespace package folders alone."""
+    """Location of a module; a package also has folders, a namespace package only folders."""
 
     file: Path | None
     folders: list[str] | None
@@ -85,7 +85,7 @@ def _is_users(file: Path, is_own: bool) -> bool:
 
 
 def locate_module(name: str) -> ModuleLocation | None:
-    """Where a module lies; None where there is none. Nothing is imported for it."""
+    """Find the location of a module without importing it; None if there is none."""
     module = sys.modules.get(name)
     if module is not None:
         file = getattr(module, "__file__", None)
@@ -114,9 +114,9 @@ def _location(file: str | None, folders: Iterable[str] | None) -> ModuleLocation
 
 
 def _imported_modules(name: str, location: ModuleLocation) -> Iterator[str]:
-    """Yield the names of all that a module may import, with the packages around each.
+    """Yield the names of all modules that a module may import, with the packages around each.
 
-    ``from a import b`` may name the module ``a.b``, or what ``a`` holds.
+    ``from a import b`` may name the module ``a.b``, or an attribute of ``a``.
     """
     package = name if location.folders is not None else name.rpartition(".")[0]
     if location.file is None or location.file.suffix != ".py":
@@ -146,7 +146,7 @@ def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def read_code(file: Path) -> SourceCode:
-    """Read what a file computes with; what is no Python of this version is taken as it is."""
+    """Return the code of a file that can change a result, or all of a file that this Python cannot parse."""
     content = file.read_bytes()
     if file.suffix != ".py":
         return SourceCode(content)
@@ -174,13 +174,13 @@ def _reduced(content: bytes) -> tuple[str, list[str]] | None:
 
 @cache
 def _reduction() -> bytes:
-    """What decides, beside its content, what is read of a file: this module and the version of Python."""
+    """Return a digest of this module and the Python version, on which the reduced code depends."""
     return Path(__file__).read_bytes() + sys.version.encode()
 
 
 @cache
 def _code_cache() -> dict[str, tuple[str, list[str]]]:
-    """What :func:`_reduced` returned, by a hash of the content; of earlier processes what :func:`keep_code` kept."""
+    """Results of :func:`_reduced` by content hash, with those that :func:`keep_code` saved in earlier processes."""
     folder = cache_folder()
     if folder is None:
         return {}
@@ -200,7 +200,7 @@ def _kept_keys() -> set[str]:
 
 
 def keep_code() -> None:
-    """Keep what was read of files for the next process, which parses only what changed since."""
+    """Save the reduced code of files, so that the next process parses only changed ones."""
     folder = cache_folder()
     entries = _code_cache()
     if folder is None or entries.keys() <= _kept_keys():
@@ -214,7 +214,7 @@ def keep_code() -> None:
 
 
 def _parsed(content: bytes) -> ast.Module | None:
-    """The syntax tree of a module; None where it is no Python of this version's."""
+    """Return the syntax tree of a module; None if it is not valid in this version of Python."""
     try:
         return ast.parse(content)
     except (SyntaxError, ValueError):
@@ -231,7 +231,7 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _is_text(node: ast.stmt) -> bool:
-    """Whether a statement is a string: the docstring of what stands around it, or before it."""
+    """Whether a statement is a string literal: a docstring of its scope, or of the assignment before."""
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         return False
     return isinstance(node.value.value, str)
@@ -240,5 +240,5 @@ def _is_text(node: ast.stmt) -> bool:
 def _draws(node: ast.stmt) -> bool:
     """Whether a statement defines a function that draws."""
     return isinstance(node, ast.FunctionDef) and any(
-        ast.unparse(decorator) == DRAWS for decorator in node.decorator_list
+        ast.unparse(decorator) == PLOT_DECORATOR for decorator in node.decorator_list
     )

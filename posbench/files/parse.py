@@ -13,16 +13,16 @@ from posbench.errors import UserError
 from posbench.schema import check_shape
 
 MAX_FILE_BYTES = 1 << 28
-"""Size up to which a JSON or YAML file is read: what posbench and checkpoints write stays far below."""
+"""Largest JSON or YAML file that is read: files of posbench and of checkpoints are far smaller."""
 MAX_DEPTH = 100
-"""Lists and mappings inside each other; whatever walks through data calls itself once for each."""
+"""Deepest nesting of lists and mappings; functions that walk through data recurse once per level."""
 MAX_YAML_VALUES = 10_000_000
 """Values of a YAML text: a few lines of aliases of aliases spell out billions."""
 TOO_DEEP = f"lists and mappings nested deeper than {MAX_DEPTH}"
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C library's loader, many times faster, where there is one."""
 CORRECT_FILE = "correct the file"
-"""The next step where a file that a user wrote is wrong."""
+"""Hint where a file that a user wrote is wrong."""
 Object = dict[str, Any]
 """Shape of a JSON object or YAML mapping whose fields differ."""
 Objects = list[dict[str, Any]]
@@ -87,7 +87,7 @@ def parse_yaml(text: str) -> Any:
     """Return the data of a YAML text.
 
     Raises:
-        ValueError: It is no YAML, is nested too deeply, or an alias stands inside what it names.
+        ValueError: It is no YAML, is nested too deeply, or an alias is nested in its own anchor.
     """
     try:
         _need_bounded_yaml(text)
@@ -152,7 +152,7 @@ def read_json(
 
 
 def read_yaml(file: Path, shape: Any = Object, *, hint: str) -> Any:
-    """Return the data of a YAML file; arguments and errors are those of :func:`read_json`."""
+    """Return the data of a YAML file; arguments and errors as of :func:`read_json`."""
     try:
         data = parse_yaml(read_text(file))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Secrets are kept out of every file: what holds them is masked where it enters."""
+"""Keep secrets out of every file: values that hold them are masked where they enter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN_NAME = re.compile(
     r"|added|skip|first|last|prompt|completion|new|output|input|truncate)_)*tokens?(?:_ids?)?|tokenizer|keywords?",
     re.I,
 )
-"""Names of that kind that hold none: settings of tokens."""
+"""Names that match :data:`SECRET_NAME` and hold no secret: settings of tokens."""
 PLACEHOLDERS = (
     "ollama",
     "lm-studio",
@@ -28,16 +28,16 @@ PLACEHOLDERS = (
     "no-key-required",
     "dummy-key",
 )
-"""Keys that manuals of local servers give where none is asked for."""
+"""Keys in manuals of local servers that need none."""
 MIN_CHARACTERS = 6
-"""Length from which on a text is looked for: a shorter one is none, and may be a word of a reply (EMPTY)."""
+"""Shortest text that is masked: a shorter one is no secret, and may be a word of a reply (EMPTY)."""
 NAME = re.compile(r"([\w.-]+)\s*[:=]\s*")
 VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\{[^{}]*\}|\[[^\[\]]*\]|[^,{}\[\]]+")
 """A name and its value in an argument of the command line, also inside of braces."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a field of such a name holds a secret."""
+    """Return whether a field with this name holds a secret."""
     last = name.rpartition(".")[2]
     return bool(SECRET_NAME.search(last)) and not (
         PLAIN_NAME.fullmatch(last) and last.lower() != "token"
@@ -45,11 +45,11 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_in(value: Any, is_secret: bool = False) -> list[str]:
-    """List the texts that stand under names of secrets in plain data, long ones first.
+    """List the texts under secret-like names in plain data, long ones first.
 
     Args:
         value: The data.
-        is_secret: Whether it stands under such a name itself.
+        is_secret: Whether the data itself is under such a name.
     """
     found = []
     if isinstance(value, Mapping):
@@ -64,12 +64,12 @@ def secrets_in(value: Any, is_secret: bool = False) -> list[str]:
 
 
 def is_long_enough(text: str) -> bool:
-    """Return whether a text is a secret that can be told from a word."""
+    """Return whether a text is long enough to be masked as a secret without masking plain words."""
     return len(text) >= MIN_CHARACTERS and text.lower() not in PLACEHOLDERS
 
 
 def written_forms(secret: str) -> list[str]:
-    """List how a secret may be repeated: as it is, in an address, and in base64."""
+    """List the forms in which a secret may be repeated: unchanged, in an address, and in base64."""
     encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
     return list(dict.fromkeys([secret, quote(secret, safe=""), encoded]))
 

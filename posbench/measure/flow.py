@@ -74,7 +74,7 @@ def flow(lm: LM, ids: Sequence[int], parts: int, sink_tokens: int) -> dict[str, 
 
 
 class _Reduction:
-    """What :func:`flow` keeps of the attention of one prompt; see there for the arguments."""
+    """Accumulates the attention of one prompt for :func:`flow`; see there for the arguments."""
 
     def __init__(self, length: int, parts: int, tokens: int) -> None:
         self.length = length

@@ -18,12 +18,12 @@ from posbench.tasks import Example
 
 
 def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
-    """Span of tokens of every item, ``(first, last + 1)``; (0, 0) where the prompt lost the item.
+    """Return the span of tokens of every item, ``(first, last + 1)``; (0, 0) if the item was cut away.
 
     A token that an item shares with its neighbour belongs to both.
 
     Raises:
-        UserError: No item has a token: the tokenizer tells no characters, or the chat template rewrites the prompt.
+        UserError: No item has a token: the tokenizer gives no offsets, or the chat template rewrites the prompt.
     """
     spans = token_spans(encoded.offsets, example.items)
     if spans and set(spans) == {(0, 0)}:

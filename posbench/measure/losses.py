@@ -17,7 +17,7 @@ from posbench.model.lm import LM
 from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix
 
 PACKED_TOKENS = 256
-"""Tokens of candidates that run together at most; of more, matrix products gain nothing, and logits take memory."""
+"""Most tokens of candidates run together; more would not speed up matrix products, and logits take memory."""
 
 
 @guarded
@@ -29,7 +29,7 @@ def candidate_losses(
 ) -> NDArray[np.float64]:
     """Compute answer losses of the unmodified model and of candidates.
 
-    Those that scale the last prompt token alone go on from one prefill; of others each runs the whole prompt.
+    Candidates that scale only the last prompt token continue one prefill; others run the whole prompt each.
 
     Args:
         lm: The model.
@@ -37,8 +37,8 @@ def candidate_losses(
         candidates: C settings of scale_channel, each of one channel.
 
     Returns:
-        Nats per answer token, [1 + C, B], the unmodified model first; each row equals what the candidate gives
-        on its own.
+        Nats per answer token, [1 + C, B], the unmodified model first; each row equals the candidate's result on its
+        own.
     """
     model = lm.model
     inputs, targets = lm.pad_with_answers(pairs)
@@ -53,7 +53,7 @@ def candidate_losses(
 
     channels = sorted({c for candidate in candidates for c in candidate.channels})
     layers = sorted({i for candidate in candidates for i in candidate.layer_indices})
-    # Not that of the config: a window of the newest tokens would be too few for those that continue.
+    # Not the config's cache: a window of the newest tokens would be too short for the candidates that continue.
     cache = transformers.DynamicCache()
     prefix, _ = record_prefix(
         model,

@@ -1,4 +1,4 @@
-"""The outcome of a reply: whether it is known to be an answer to the whole prompt, and else what it is."""
+"""The outcome of a reply: an answer to the whole prompt, or the reason why it is none."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from posbench.model.answers import (
     REFUSAL_REASONS,
     TOOL_REASONS,
 )
-from posbench.model.lm import LENGTH
+from posbench.model.lm import FINISH_LENGTH
 from posbench.stats.outcomes import (
     ANSWERED,
     CONTENT_FILTER,
     CUT,
-    EMPTY,
     IN_THINKING,
     NO_ANSWER,
+    NO_TEXT,
     NOT_READ,
     OVERFLOW,
     REFUSED,
@@ -37,7 +37,7 @@ class Decision(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a row says of it."""
+        """Fields of the outcome in a row."""
         return {"outcome": self.outcome} | (
             {"reason": self.reason} if self.reason else {}
         )
@@ -54,22 +54,22 @@ def decide_outcome(
     obstacle: str = "",
     prompt_arrived: bool = True,
 ) -> Decision:
-    """Decide what a reply is; what is not known to be an answer is none.
+    """Decide the outcome of a reply; a reply not known to be an answer counts as none.
 
     Args:
         text: The reply without its thinking, before it is cut at stop texts.
-        finish: Why it ended: a word of this library (:data:`posbench.model.lm.LENGTH` among them) or of a server, in
-            small letters; empty where a server says nothing.
+        finish: Why it ended: a word of this library (:data:`posbench.model.lm.FINISH_LENGTH` among them) or of a
+            server, in small letters; empty where a server says nothing.
         holds_answer: Whether it is an answer although it may have ended at its limit, see :func:`holds_answer`.
         is_thinking: Whether it ended in the thinking.
         ended_itself: Whether the model is known to have ended it, so that it may be empty.
         rejection: Why the server did not let the model read the prompt: :data:`posbench.stats.outcomes.OVERFLOW` or
             :data:`posbench.stats.outcomes.CONTENT_FILTER`.
-        obstacle: What else keeps the text from being known as an answer, in words.
+        obstacle: Other reason why the text may be no answer.
         prompt_arrived: Whether the model read the whole prompt.
 
     Returns:
-        One of the outcomes, but never ``failed``: of a request that failed there is no reply.
+        One of the outcomes except ``failed``, as a failed request has no reply.
     """
     if rejection == OVERFLOW or not prompt_arrived:
         return Decision(NOT_READ, rejection or "the prompt did not arrive whole")
@@ -82,14 +82,14 @@ def decide_outcome(
         return Decision(NO_ANSWER, f"{TOOL_CALL} ({UNKNOWN_REASON} {finish!r})")
     if is_thinking:
         return Decision(CUT, IN_THINKING)
-    if obstacle and finish != LENGTH:
+    if obstacle and finish != FINISH_LENGTH:
         return Decision(NO_ANSWER, obstacle)
-    if finish == LENGTH and (obstacle or not holds_answer):
+    if finish == FINISH_LENGTH and (obstacle or not holds_answer):
         return Decision(CUT, "ended at the limit, before an answer")
-    if finish and finish != LENGTH and finish not in GOOD_REASONS:
+    if finish and finish != FINISH_LENGTH and finish not in GOOD_REASONS:
         return Decision(NO_ANSWER, f"{UNKNOWN_REASON} {finish!r}")
     if not text.strip() and not ended_itself:
-        return Decision(NO_ANSWER, EMPTY)
+        return Decision(NO_ANSWER, NO_TEXT)
     return Decision(ANSWERED)
 
 
@@ -97,11 +97,11 @@ def holds_answer(task: Task, example: Example, reply: Mapping[str, Any]) -> bool
     """Return whether a reply is an answer although it may have ended at its limit.
 
     A choice that was read is one. A reply of one token at most has no room for anything before its answer. A benchmark
-    that prescribes the length scores a reply as it stands.
+    that prescribes the length scores a reply of that length, too.
 
     Args:
         task: The task.
-        example: What was asked.
+        example: The example.
         reply: Has ``output`` and, of a served choice, how it was read (``by``).
     """
     if example.choices:

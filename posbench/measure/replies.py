@@ -1,4 +1,4 @@
-"""Prompts as tokens, batches of prompts that are decoded alike, and what a model replies."""
+"""Encode prompts, group prompts that are decoded alike into batches, and generate replies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from posbench.tasks import Example, Task
 
 
 class BatchShape(NamedTuple):
-    """How large a batch may be, and how much of it a prompt takes.
+    """Size limit of a batch, and the space that a prompt takes in it.
 
     Attributes:
-        max_tokens: Tokens of a batch at most, padding and replies counted; None: see what takes it.
+        max_tokens: Tokens of a batch at most, padding and replies counted; None: see the parameter that takes it.
         rows: Rows of the batch for each prompt, which each have a reply.
         copies: How many times the tokens of each prompt are in memory.
     """
@@ -81,7 +81,7 @@ def encode_prompts(
 
 
 def _form(example: Example) -> dict[str, Any]:
-    """How an example's prompt is rendered, see :meth:`Encoder.render`."""
+    """Return the arguments of :meth:`Encoder.render` for an example's prompt."""
     return {
         "chat": example.chat,
         "system": example.system,
@@ -90,7 +90,7 @@ def _form(example: Example) -> dict[str, Any]:
 
 
 def template_sources(encoder: Encoder, examples: Sequence[Example]) -> list[str]:
-    """What the chat template of prompts reads beside them, by the first prompt of each subset."""
+    """List the inputs of the chat template besides the prompt, found with the first prompt of each subset."""
     first_of_subset: dict[str, Example] = {}
     for example in examples:
         first_of_subset.setdefault(example.subset, example)
@@ -138,7 +138,8 @@ def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
 
 
 def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
-    """Tokenise the evaluation example with the longest prompt in characters: what does not fit shows at once."""
+    """Tokenise the evaluation example with the longest prompt in characters, to detect at once if prompts do not
+    fit."""
     longest = max(task.evaluation(), key=lambda example: len(example.prompt))
     return longest, encode_prompt(encoder, task, longest)
 
@@ -155,10 +156,10 @@ def plan_batches(
 
     Args:
         task: The examples' task.
-        examples: What to put into batches.
+        examples: The examples.
         encoded: Their prompts as tokens, by id.
         max_rows: Rows of a batch at most.
-        shape: What of a batch each prompt takes, and the tokens of a batch at most.
+        shape: Space that each prompt takes in a batch, and the most tokens of a batch.
         boundary: See :func:`posbench.model.lm.length_batches`.
 
     Returns:
@@ -205,7 +206,7 @@ def reply_to_batch(
     Returns:
         For each example its ``output`` and ``outcome`` (:data:`posbench.stats.outcomes.Outcome`), with the ``reason``
         where it is no answer; why it ended (``finish``, see :class:`posbench.model.lm.GeneratedReply`), with the
-        ``thinking`` before it, and whether it ended in that (``is_thinking``); or, where it has choices, their
+        ``thinking`` before it, and whether it ended while thinking (``is_thinking``); or, where it has choices, their
         ``loglikelihoods`` (nats).
     """
     prompts = [encoded[example.id].ids for example in batch]
@@ -230,7 +231,7 @@ def reply_to_batch(
 def _row_of_reply(
     task: Task, example: Example, reply: GeneratedReply, prompt: Encoded
 ) -> dict[str, Any]:
-    """What a row says of a reply: thinking stands apart, and is not scored."""
+    """Return the fields of a reply in a row: thinking is separate, and not scored."""
     split = split_thinking(reply.text, opens_thinking(prompt.text))
     row: dict[str, Any] = {"output": split.answer, "finish": reply.finish}
     if split.thinking:

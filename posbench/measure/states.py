@@ -24,7 +24,7 @@ Array = NDArray[np.floating]
 Alphabet = Literal["characters", "tokens"]
 
 SAVE_EVERY = 200  # strings between two calls of ``keep``
-GROUPS = 20  # groups of strings, each with means of its own
+NUM_GROUPS = 20  # groups of strings, each with means of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def _add_batch(
 
 
 def _rows_per_prompt(lm: LM, ids: Sequence[int]) -> int:
-    """Rows that a prompt is run as: of a method with several views of it, next to or after each other."""
+    """Return the rows per prompt: several for a method that runs it in several views, next to or after each other."""
     num_rows = 0
 
     def count(layer: int, hidden: Tensor) -> None:
@@ -214,7 +214,7 @@ def channel_input(
 
 
 def stacked(states: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
-    """Stack what :func:`channel_input` collected.
+    """Stack the activations collected by :func:`channel_input`.
 
     Args:
         states: C channels of each layer, [rows, T, C]. A method may run a prompt as several rows next to each
@@ -234,8 +234,8 @@ class Moments(NamedTuple):
 
     mean: Array  # averages, [L, P, D]
     shuffled: Array  # the same, positions behind the first ``skip`` shuffled within each string
-    groups: Array  # averages of each group of strings at the chosen channels, [GROUPS, L, P, C]
-    sizes: Array  # strings in each group, [GROUPS]
+    groups: Array  # averages of each group of strings at the chosen channels, [NUM_GROUPS, L, P, C]
+    sizes: Array  # strings in each group, [NUM_GROUPS]
     variance: Array  # over strings and positions behind the first ``skip``, [L, C]
     strings: int
 
@@ -268,7 +268,7 @@ def moments(
     sums = torch.zeros(*shape, width, device=lm.device)
     shuffled_sums = torch.zeros(*shape, width, device=lm.device)
     squares = torch.zeros(*shape, len(channels), device=lm.device)
-    group_sums = torch.zeros(GROUPS, *shape, len(channels), device=lm.device)
+    group_sums = torch.zeros(NUM_GROUPS, *shape, len(channels), device=lm.device)
     rows_per_string = _rows_per_prompt(lm, rows[0])
     # Of the current batch: the shuffled positions and the group of each string, and the chosen channels by layer.
     order = torch.empty(0)
@@ -281,7 +281,7 @@ def moments(
         if layer < 0:
             return
         states = hidden.float().to(lm.device)
-        # Rows of one string stand next to each other: their mean counts.
+        # Rows of one string are adjacent: their mean counts.
         by_string = states.reshape(len(order), -1, *states.shape[1:])
         states = by_string.sum(1) / rows_per_string
         chosen = states[..., channels]
@@ -300,13 +300,15 @@ def moments(
             positions = np.tile(np.arange(strings.length), (len(ids), 1))
             positions[:, skip:] = rng.permuted(positions[:, skip:], axis=1)
             order = torch.tensor(positions, device=lm.device)
-            group = torch.arange(start, start + len(ids), device=lm.device) % GROUPS
+            group = torch.arange(start, start + len(ids), device=lm.device) % NUM_GROUPS
             forward(lm, input_ids=torch.tensor(ids, device=lm.device))
             for layer, chosen in chosen_states.items():
                 squares[layer] += (chosen**2).sum(0)
             chosen_states.clear()
             advance(len(ids))
-    sizes = np.bincount(np.arange(count) % GROUPS, minlength=GROUPS).astype(np.float64)
+    sizes = np.bincount(np.arange(count) % NUM_GROUPS, minlength=NUM_GROUPS).astype(
+        np.float64
+    )
     group_totals = group_sums.cpu().numpy().astype(np.float64)
     mean_squares = squares.cpu().numpy().astype(np.float64)[:, skip:] / count
     chosen_means = group_totals.sum(0)[:, skip:] / count

@@ -26,26 +26,25 @@ from posbench.schema import Bases, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBuckets(Method):
-    """Run every prompt once per RoPE base and let the N predictions of each token make one.
+    """Run every prompt once per RoPE base and mix the N predictions of each token into one.
 
-    Inside the block a forward of B rows runs B * N rows, row by row all bases next to each other, and returns
-    B rows of logits [B, T, V]; its cache holds B * N rows. Costs N times the cache and about N times the
-    computation. Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method, greedy or sampling;
-    beam search reorders the cache and is refused, as are outputs of single layers.
+    Inside the block a forward of B rows runs B * N rows, row by row all bases next to each other, and returns B rows of
+    logits [B, T, V]; its cache holds B * N rows. Costs N times the cache and about N times the computation. Stock
+    ``lm.model(...)`` and ``lm.model.generate(...)`` see the method, greedy or sampling; beam search reorders the cache
+    and is refused, as are outputs of single layers.
 
-    A long prompt runs base after base instead, so that activations take the memory of one; what the first
-    attention computes before it rotates is then computed once. Not so on a cache of fixed size, or while
-    another method or a listener (:meth:`posbench.model.lm.LM.last_attention`) looks into the layers.
+    A long prompt runs base after base instead, so that activations take the memory of one; the first attention's inputs
+    before rotation are then computed once. Not so on a cache of fixed size, or while another method or a listener
+    (:meth:`posbench.model.lm.LM.last_attention`) looks into the layers.
 
     Args:
-        bases: The N bases theta, in all layers; None is the model's own. The default is published for
-            retrieved documents; for tools: 10000, 17500, 18000, 19000, 20000, 25000. Both were made for a
-            model of base 10000.
+        bases: The N bases theta, in all layers; None is the model's own. The default is published for retrieved
+            documents; for tools: 10000, 17500, 18000, 19000, 20000, 25000. Both were made for a model of base 10000.
         mixture: ``logits`` (the authors' program): logits z_j of base j weighted by softmax over j of max_v
             z_j[v]. ``probabilities`` (the paper's text): probabilities p_j weighted by their confidence max_v
             p_j[v], weights summing to 1; the result is given as log-probabilities.
-        batch_tokens: Tokens per forward of a prompt at most, those of all bases counted: as many bases run
-            together as fit, one at least. None: always all. Moves rounding alone.
+        batch_tokens: Most tokens per forward of a prompt, all bases counted: the number of bases run together is the
+            most that fit, at least one. None: always all. Changes rounding only.
 
     Source: Chen et al. 2023, Fortify the Shortest Stave in Attention (arXiv 2312.04455); released program.
     Differs from source: all positions are mixed (the program: the last alone), so that losses have a value;
@@ -73,7 +72,7 @@ class AttentionBuckets(Method):
         )
 
     def mix(self, logits: Tensor) -> Tensor:
-        """One prediction from those of the bases.
+        """Mix the predictions of the bases into one.
 
         Args:
             logits: Shape (B, N, T, V) for N bases.
@@ -108,7 +107,7 @@ class AttentionBuckets(Method):
             cache = call.pop("past_key_values", None)
             num_rows, num_tokens = input_shape(call)
             _refuse(call, cache, num_rows * num_bases)
-            # An inner method stands in front of this forward or has hooks of its own, as a listener has.
+            # An inner method wraps this forward or has hooks of its own, as a listener has.
             observed_from_inside = (
                 model.forward is not mixed_forward
                 or count_hooks(model) != own_listeners
@@ -175,7 +174,7 @@ def _is_joinable(cache: Any) -> bool:
 
 
 class _JoinedCache:
-    """One cache of B * N rows out of those of the bases, each of which is freed once it is copied."""
+    """One cache of B * N rows joined from the bases' caches, each of which is freed once it is copied."""
 
     def __init__(self, num_rows: int, num_bases: int) -> None:
         self.num_rows = num_rows
@@ -198,7 +197,7 @@ class _JoinedCache:
         self.num_added = end
 
     def fill(self, cache: Any, last: Any) -> Any:
-        """Put the joined states into the caller's cache, or where it has none into that of the last bases.
+        """Put the joined states into the caller's cache, or without one into the last bases' cache.
 
         Args:
             cache: The empty cache of the caller, or None.
@@ -228,7 +227,7 @@ def _cache_last_output(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _repeat_rows(value: Any, num_rows: int, times: int) -> Any:
-    """An argument of the forward with each row several times; what has no row per prompt stays as it is."""
+    """Return an argument of the forward with each row repeated; arguments without a row per prompt are unchanged."""
     if isinstance(value, dict):
         return {k: _repeat_rows(part, num_rows, times) for k, part in value.items()}
     is_tensor = isinstance(value, torch.Tensor)

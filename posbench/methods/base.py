@@ -18,7 +18,7 @@ from posbench.stats.findings import with_subject
 
 
 class Needs(NamedTuple):
-    """What a method requires of a model.
+    """Requirements of a method on a model.
 
     Attributes:
         rope: Rotary embeddings.
@@ -64,7 +64,7 @@ class Continuation(NamedTuple):
 
 
 class SweepClaims(NamedTuple):
-    """What a paper claims of a sweep over one of a method's parameters, each claim in words.
+    """A paper's claims on a sweep over one of a method's parameters, each in words.
 
     Attributes:
         attention: A larger value moves attention to the beginning.
@@ -83,7 +83,7 @@ class SweepClaims(NamedTuple):
     neutral: float = 1.0
 
     def asked_of(self, subject: str) -> Self:
-        """The same claims, each naming what it is asked of; see :meth:`Method.sweep_subject`."""
+        """The same claims, each naming its subject; see :meth:`Method.sweep_subject`."""
         return self._replace(
             attention=with_subject(self.attention, subject),
             score=with_subject(self.score, subject),
@@ -97,9 +97,9 @@ class Method(ABC):
     """An intervention at inference time. The fields are the keys of ``method.*``, with their defaults.
 
     Attributes:
-        needs: What it requires of a model; other models are refused by name.
+        needs: Requirements on the model; other models are refused by name.
         rows_per_prompt: Whether a prompt may run as several rows of a batch.
-        sweep_claims: What a paper claims of sweeps, by field.
+        sweep_claims: A paper's claims on sweeps, by field.
     """
 
     needs: ClassVar[Needs] = Needs()
@@ -110,7 +110,7 @@ class Method(ABC):
     def sweep_subject(
         cls, settings: Mapping[str, Any], model: Mapping[str, Any]
     ) -> str:
-        """Of what in the model a sweep asks the :attr:`sweep_claims`, where there may be several; else empty.
+        """Subject in the model of the :attr:`sweep_claims` on a sweep, where there may be several; else empty.
 
         Args:
             settings: The method's settings in a run of the sweep.
@@ -130,7 +130,7 @@ class Method(ABC):
 
     @classmethod
     def files(cls, values: Mapping[str, Any]) -> tuple[Source, ...]:
-        """The files that its parameters name; what they hold is part of a run's identity."""
+        """The files that its parameters name; their content is part of a run's identity."""
         return ()
 
     @property
@@ -144,11 +144,11 @@ class Method(ABC):
         return type(self).rewrite is not Method.rewrite
 
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
-        """The prompt to ask instead of a task's prompt: items in another order, or with other texts.
+        """Return the prompt to ask instead of a task's prompt: items in another order, or with other texts.
 
-        It is called before the prompt is encoded, outside the block of :meth:`applied`, and never learns which
-        item is gold. The items of the result stand in the order of those of ``prompt``: tables keep the gold
-        position of the task.
+        It is called before the prompt is encoded, outside the block of :meth:`applied`, and never learns which item is
+        gold. The items of the result are listed in the order of the items of ``prompt``: tables keep the task's gold
+        position.
 
         Args:
             lm: The model, which may be asked about the prompt, or the tokenizer of a served one.
@@ -157,7 +157,7 @@ class Method(ABC):
         return prompt
 
     def check(self, lm: LM) -> None:
-        """Raise UserError, which names the parameter and what is allowed, unless all fit the model."""
+        """Raise UserError, naming the parameter and its allowed values, unless all fit the model."""
         verify(self, "method")
         name = self.short_name()
         if self.needs.rope or self.needs.plain:
@@ -176,9 +176,9 @@ class Method(ABC):
         return None
 
     def continuation(self) -> Continuation | None:
-        """What it changes after the shared prefill, where that is all; then several methods are decoded as one batch.
+        """The change after the shared prefill, if there is no other; then several methods are decoded as one batch.
 
-        None: it continues inside its own block, alone. A subclass does so too, unless it says this again.
+        None: it continues inside its own block, alone. So does a subclass, unless it overrides this.
         """
         return None
 
@@ -191,7 +191,7 @@ class Method(ABC):
         return None
 
     def twin(self) -> Self:
-        """The nearest method that folds into a checkpoint; itself where it folds, or nothing near does."""
+        """Return the nearest method that folds into a checkpoint; itself if it folds, or if there is none."""
         return self
 
     @contextmanager
@@ -210,13 +210,13 @@ class Method(ABC):
 
     @abstractmethod
     def neutral(self) -> Self:
-        """The same method with parameters under which it changes nothing: what a search found that kept the model."""
+        """The same method with neutral parameters: the result of a search that kept the unmodified model."""
 
 
 def bind_call(
     signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a forward's call by name, those of its ``**kwargs`` among them."""
+    """Return the arguments of a forward's call by name, including ``**kwargs``."""
     arguments = dict(signature.bind(*args, **kwargs).arguments)
     extra = arguments.pop("kwargs", {})
     return arguments | extra

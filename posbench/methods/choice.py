@@ -20,10 +20,10 @@ class MethodChoice:
     """Class and parameters of a method, or of a part of a list of methods.
 
     Attributes:
-        name: What tables call it.
+        name: Its name in tables.
         cls: Its class.
-        values: Its parameters; None marks what a search must find.
-        typed: Keys of these that the user typed; a search leaves them alone.
+        values: Its parameters; None marks those that a search must find.
+        typed: Keys that the user typed; a search leaves them alone.
         where: Dotted name of its config node.
         parts: In a list of methods, the choices by name, the outermost first.
     """
@@ -79,16 +79,16 @@ class MethodChoice:
 
     @property
     def classes(self) -> list[type[Method]]:
-        """The method's class, and those of its parts."""
+        """The classes of the method and of its parts."""
         return [self.cls, *(part.cls for part in self.parts.values())]
 
     @property
     def reads_items(self) -> bool:
-        """Whether the method, or a part of it, reads where the items of prompts stand."""
+        """Whether the method, or a part, reads the positions of the items of a prompt."""
         return any(cls.needs.items for cls in self.classes)
 
     def files(self) -> tuple[Source, ...]:
-        """The files that the method's parameters name, and those of its parts."""
+        """The files that the parameters of the method and of its parts name."""
         sources = [
             replace(source, field=f"{self.where}.{source.field}")
             for source in self.cls.files(self.values)
@@ -108,14 +108,14 @@ class MethodChoice:
         part: MethodChoice | None = None,
         hint: str = "",
     ) -> Method:
-        """Return the method; what a search found fills every parameter that the user did not type.
+        """Return the method; a search's result fills every parameter that the user did not type.
 
-        With the same parameters it is the same object.
+        The same parameters return the same object.
 
         Args:
             found: Parameters by name.
-            part: Whose parameters these are; None: its own.
-            hint: What to do where a parameter is missing, with ``{key}``.
+            part: The part whose parameters these are; None: the method itself.
+            hint: Hint for a missing parameter, with ``{key}``.
 
         Raises:
             UserError: A parameter is missing or wrong.
@@ -172,10 +172,10 @@ def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
 def all_choices(
     folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]
 ) -> dict[str, MethodChoice]:
-    """Every method of the config folders, with the parameters of its file and of the model's block.
+    """Return every method of the config folders, with the parameters of its file and of the model's block.
 
     Args:
-        folders: Config folders; a file of an earlier one replaces that of a later one.
+        folders: Config folders; a file in an earlier folder replaces one in a later folder.
         blocks: The model's blocks by the name of their method.
 
     Returns:

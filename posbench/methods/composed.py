@@ -17,9 +17,9 @@ from posbench.model.lm import LM
 class Composed(Method):
     """Apply methods one inside the other: ``method=[layer_scaling,scale_channel]`` on the command line.
 
-    The first of ``parts`` is the outermost: it is applied first and taken back last, and a later part works
-    on the model as the earlier ones left it. So methods of rotary embeddings stand before scale_channel.
-    Among these, position scales multiply, and a base set by a later part replaces that of an earlier one.
+    The first of ``parts`` is the outermost: it is applied first and taken back last, and a later part works on the
+    model as the earlier ones left it. So methods of rotary embeddings come before scale_channel. Among these, position
+    scales multiply, and a base set by a later part replaces that of an earlier one.
     """
 
     parts: dict[str, Method]

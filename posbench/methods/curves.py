@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 
-CURVES = ("bezier", "linear", "step")
-BISECTIONS = 52  # halvings of 0..1 that leave the spacing of doubles near 1
+CURVE_KINDS = ("bezier", "linear", "step")
+ROOT_BISECTIONS = 52  # halvings of 0..1 that leave the spacing of doubles near 1
 
 Points = Sequence[tuple[float, float]]
 Array = NDArray[np.float64]
@@ -40,7 +40,7 @@ def layer_scales(
     Source: LPES, Eq. 4-8 (Bezier curve, layer positions, bisection), Table 6 (linear, step), Appendix D.
     """
     known_x = x in ("stretched", "absolute")
-    if curve not in CURVES or not known_x or not points or layers < 1:
+    if curve not in CURVE_KINDS or not known_x or not points or layers < 1:
         raise ValueError(
             f"no curve {curve!r} with x={x!r} through {len(points)} points over {layers} layers"
         )
@@ -114,7 +114,7 @@ def _values(curve: str, points: Points, x: Array) -> Array:
     low = np.zeros(len(x))
     high = np.ones(len(x))
     falling = xs[-1] < xs[0]
-    for _ in range(BISECTIONS):
+    for _ in range(ROOT_BISECTIONS):
         middle = (low + high) / 2
         too_small = (bezier_coordinate(xs, middle) < x) != falling
         low = np.where(too_small, middle, low)

@@ -22,7 +22,7 @@ class LayerScaling(Method):
     Args:
         points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale.
         curve: ``bezier``, ``linear`` or ``step``.
-        x: ``stretched`` (Eq. 6: layers are spread over the curve) or ``absolute`` (layer h stands at x = h).
+        x: ``stretched`` (Eq. 6: layers are spread over the curve) or ``absolute`` (layer h is at x = h).
         scales: One scale for each layer instead of a curve.
 
     Source: LPES, Section 3.2, Eq. 4-8.

@@ -25,14 +25,14 @@ class MsPoE(Method):
     position-aware head of a layer gets the smallest ratio, the least aware the largest, in equal steps; equal
     heads go by their index.
 
-    A call with an empty cache is a prompt and ranks the heads, for every row of the batch apart; later calls
-    on its cache keep that order. Together with scale_channel, which runs a prompt in two parts, the ranking
-    comes from the token before the last.
+    A call with an empty cache is a prompt and ranks the heads, for every row of the batch apart; later calls on its
+    cache keep that order. Together with scale_channel, which runs a prompt in two parts, the ranking comes from the
+    token before the last.
 
     Args:
         first_layer: First layer that is changed, 0-based; the paper's 3rd layer is 2.
-        alpha: What counts as outlying, in multiples of the mean attention weight.
-        variant: ``paper``, or ``official`` for what the released program does differently: scores come from
+        alpha: Threshold of an outlying weight, in multiples of the mean attention weight.
+        variant: ``paper``, or ``official`` for the differences of the released program: scores come from
             queries and keys before the rotation (paper: rotated as in the unmodified model), a weight has to
             exceed the bound (paper: or equal it), the largest of H ratios stays one step below the maximum
             (paper: reaches it), heads are matched with ratios in the inverse order, and a grouped key is
@@ -40,10 +40,10 @@ class MsPoE(Method):
             relative positions (paper: every query head sees keys with its own ratio).
         order: ``rank`` (the paper's intent: the head of rank i gets ratio i), ``permutation`` (released
             program: head i gets the ratio whose number is the head of rank i), ``reversed`` (its head type
-            "normal": head i of H gets ratio H - 1 - i, whatever the scores); None: that of the variant.
+            "normal": head i of H gets ratio H - 1 - i, whatever the scores); None: the variant's.
 
-    Source: Zhang et al. 2024 (Ms-PoE), Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1.
-    Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset.
+    Source: Zhang et al. 2024 (Ms-PoE), Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1. Differs from source:
+    batches, with a ranking per row; a new prompt is ranked anew without a reset.
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, by_hand=True)

@@ -1,8 +1,8 @@
 """Several methods that continue one shared prefill, decoded as one batch.
 
 The rows of the batch are the prompts under the first method, then those under the second, and so on. The keys and
-values of the prompts stand in memory once and are read once for all methods; each row adds those of its own tokens.
-Scaled channels change the scores of the shared keys by a rank-1 term, ``(s - 1) q . h_p RoPE(W_K[:, p])``.
+values of the prompts are in memory once and are read once for all methods; each row adds its own tokens' keys and
+values. Scaled channels change the scores of the shared keys by a rank-1 term, ``(s - 1) q . h_p RoPE(W_K[:, p])``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 
 OWN_TOKENS = 16
-"""Tokens for which a row's own keys and values get memory at a time."""
+"""Tokens per allocation of memory for a row's own keys and values."""
 KERNELS = ("sdpa", "eager")
-"""The attention kernels whose masks say of each query and key whether one sees the other."""
+"""Attention kernels with a mask over pairs of query and key."""
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -40,11 +40,7 @@ def continuation_of(method: Method) -> Continuation | None:
 
 
 def prompt_copies(model: PreTrainedModel, continuations: Sequence[Continuation]) -> int:
-    """How many times the memory of their prompts several continuations need in one batch.
-
-    Once where keys are linear and one set of channels is scaled, again for each further set, and once for each
-    continuation where the keys of each are projected anew.
-    """
+    """Return how many copies of their prompts' memory several continuations need in one batch."""
     scaled = [c for c in continuations if c.scales_keys and c.channels]
     layers = {layer for c in scaled for layer in c.layers}
     if all(families.keys_are_linear(model, layer) for layer in layers):
@@ -60,13 +56,13 @@ def packed(
 
     Args:
         lm: The model, for which :func:`can_pack` holds.
-        prefix: The prefill, with what the methods record of it.
+        prefix: The prefill, with the activations that the methods record.
         methods: The methods, each with a :func:`continuation_of`, whose :meth:`Method.check` has accepted the
             model.
         keep_keys: Whether the scaled keys of a layer stay in memory; off where there is one forward.
 
     Yields:
-        A prefill of M * B rows, method by method, which holds no keys: those of ``prefix`` are read in their place.
+        A prefill of M * B rows, method by method, which holds no keys: the keys of ``prefix`` are read in their place.
     """
     continuations = []
     for method in methods:
@@ -112,7 +108,7 @@ class _Pack:
         self._kept_keys: dict[int, Sequence[_ScaledKeys]] = {}
 
     def empty_cache(self) -> Any:
-        """A cache of M * B rows that counts the tokens of the prefill, and holds none of them."""
+        """Return a cache of M * B rows that counts the tokens of the prefill, but does not hold them."""
         rows = len(self._continuations) * self._num_prompts
 
         def empty(states: Tensor) -> Tensor:
@@ -143,7 +139,7 @@ class _Pack:
             yield
 
     def _scaling(self, layer: int) -> Any:
-        """What multiplies the attention input [M * B, T, D] of a layer by the factors of each row."""
+        """Return a function that multiplies the attention input [M * B, T, D] of a layer by each row's factors."""
 
         def scale(hidden: Tensor) -> Tensor:
             if layer not in self._input_factors:
@@ -193,7 +189,7 @@ class _Pack:
         dtype = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=dtype).to(query.dtype)
 
-        # The queries of all methods that meet the same values stand together.
+        # The queries of all methods that read the same values are adjacent.
         shared_weights = weights[..., :past].flatten(2, 3)
         shared_output = (shared_weights @ shared.values).unflatten(2, scores.shape[2:4])
         own_weights = weights[..., past:].permute(2, 0, 1, 3, 4).flatten(0, 1)
@@ -222,7 +218,7 @@ class _Pack:
         return scores
 
     def _scaled_keys(self, layer: int) -> Sequence[_ScaledKeys]:
-        """The keys that take the place of those of the prefill in a layer, or are added to them."""
+        """Return the keys that replace the prefill's keys in a layer, or are added to them."""
         if layer in self._kept_keys:
             return self._kept_keys[layer]
         members: dict[tuple[int, ...], list[int]] = {}

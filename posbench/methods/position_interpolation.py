@@ -27,7 +27,7 @@ class PositionInterpolation(Method):
         return replace(self, scale=1.0)
 
     def folded(self, lm: LM) -> CheckpointChange | None:
-        """Rotary embeddings of type linear, where those of the model are plain."""
+        """Rotary embeddings of type linear, if the model's are plain."""
         rope_type = getattr(rope.rotary_module(lm.model), "rope_type", "default")
         rope_types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
         if set(rope_types) != {"default"}:

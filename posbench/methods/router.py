@@ -1,4 +1,4 @@
-"""The router of MoICE, in a module of its own: its class needs torch as soon as it is imported."""
+"""The router of MoICE, in a separate module because its class needs torch at import."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def scale_channels(hidden: Tensor, channels: tuple[int, ...], factor: float) -> 
 def key_term(
     prefix: Prefix, model: PreTrainedModel, layer: int, channels: tuple[int, ...]
 ) -> Tensor:
-    """What the channels add to the rotated keys of a prefix, ``h_p RoPE(W_K[:, p])`` summed over p.
+    """Return the channels' contribution to the rotated keys of a prefix, ``h_p RoPE(W_K[:, p])`` summed over p.
 
     Args:
         prefix: Holds the attention inputs, and the terms computed so far.
@@ -135,7 +135,7 @@ def key_term(
 
 
 def _match_heads(keys: Tensor, cached: Tensor) -> Tensor:
-    """Keys (B, G, P, d) with as many heads as the cache holds: Falcon caches a key once per query head."""
+    """Return keys (B, G, P, d) with the cache's number of heads: Falcon caches a key once per query head."""
     times = cached.shape[1] // keys.shape[1]
     return keys if times == 1 else keys.repeat_interleave(times, dim=1)
 
@@ -149,7 +149,7 @@ def record_prefix(
     past_key_values: DynamicCache | None = None,
     **inputs: Any,
 ) -> tuple[Prefix, Any]:
-    """Run the unmodified ``forward`` once and record what any later scaling needs.
+    """Run the unmodified ``forward`` once and record the activations that any later scaling needs.
 
     Args:
         model: The model.
@@ -174,28 +174,28 @@ def record_prefix(
 class ScaleChannel(Method):
     """Multiply channels of the attention input (after the layer's first norm) for the last tokens only.
 
-    In the chosen layers the queries of the last prompt token and of every generated token, and the keys of
-    all positions, are computed from the scaled input; values, the residual stream and the attention of
-    earlier tokens stay as they are. The cache keeps the scaled keys.
+    In the chosen layers the queries of the last prompt token and of every generated token, and the keys of all
+    positions, are computed from the scaled input; values, the residual stream and the attention of earlier tokens are
+    unchanged. The cache keeps the scaled keys.
 
-    Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method. A call with an empty cache is a
-    prompt; later calls on its cache are generated or teacher-forced tokens and are scaled. Without a cache
-    each call is a prompt of its own: ``generate(use_cache=False)`` is another method.
+    Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method. A call with an empty cache is a prompt; later
+    calls on its cache are generated or teacher-forced tokens and are scaled. Without a cache each call is a prompt of
+    its own: ``generate(use_cache=False)`` is another method.
 
     Args:
         channel: One channel or several, 0-based.
         factor: The multiplier s; 1 changes nothing.
         layers: First and last layer, inclusive and 0-based as in the paper's Table 4.
         last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None): Table 6.
-        tokens: Whose inputs are scaled: ``both`` (paper), those of the ``last`` rows and generated tokens
-            alone (their queries and own keys), or the keys of all ``earlier`` ones. The two halves are ours.
+        tokens: Whose inputs are scaled: ``both`` (paper), only the ``last`` rows and generated tokens (their queries
+            and own keys), or the keys of all ``earlier`` ones. The two halves are ours.
 
     A forward with an empty cache is a prompt, also where ``generate`` goes on from a filled one; tokens of a forward
     on a filled cache count as generated.
 
-    Source: Yu et al. 2025, Eq. 2-3.
-    Differs from source: the authors' program projects queries and keys a second time in every layer; this one
-    adds the same amount as a rank-1 term (equal in exact arithmetic), and serves batches with left padding.
+    Source: Yu et al. 2025, Eq. 2-3. Differs from source: the authors' program projects queries and keys a second time
+    in every layer; this one adds the same amount as a rank-1 term (equal in exact arithmetic), and serves batches with
+    left padding.
     """
 
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {
@@ -382,15 +382,15 @@ class ScaleChannel(Method):
         """Run a whole prompt, in one pass where the model and the cache allow it.
 
         Args:
-            last_rows: What scales the last tokens in one pass.
+            last_rows: Scales the last tokens in one pass.
             forward: The model's unmodified forward.
             cache: The empty cache of the call, or None.
-            block_id: What marks the cache as filled here.
+            block_id: Marks the cache as filled here.
             num_candidates: Tokens behind the prompt, which count as generated.
             call: The other arguments of the call, by name.
 
         Returns:
-            What the unmodified forward would return for the whole prompt.
+            The output of the unmodified forward for the whole prompt.
         """
         if call.get("output_attentions"):
             raise ValueError(
@@ -477,7 +477,7 @@ class ScaleChannel(Method):
             model, forward, past_key_values=cache, use_cache=True, **last_inputs
         )
 
-        # The last so many (-0 takes all), or those that a tensor names.
+        # The last rows by number (-0 takes all), or rows by index tensor.
         kept_tokens = slice(-logits_to_keep, None) if is_count else logits_to_keep
         logits = torch.cat([earlier.logits, last.logits], dim=1)[:, kept_tokens]
         hidden_states = None
@@ -531,7 +531,7 @@ def _check_cache(cache: Any) -> None:
 def _select_tokens(
     call: Mapping[str, Any], tokens: slice, num_tokens: int
 ) -> dict[str, Any]:
-    """The arguments of a forward over ``num_tokens`` tokens as those of a forward over some of them."""
+    """Return the arguments of a forward over ``num_tokens`` tokens, restricted to some tokens."""
     return {
         name: _select_from_argument(name, value, tokens, num_tokens)
         for name, value in call.items()
@@ -539,7 +539,7 @@ def _select_tokens(
 
 
 def _select_from_argument(name: str, value: Any, tokens: slice, num_tokens: int) -> Any:
-    """The part of one argument that belongs to some tokens; what has no tokens stays as it is."""
+    """Return the part of one argument that belongs to some tokens; an argument without a token axis is unchanged."""
     if value is None:
         return None
     is_tensor = isinstance(value, torch.Tensor)
@@ -590,12 +590,12 @@ def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
 def channel_role(
     channel: int | Sequence[int] | None, searched: int | None, strongest: int | None
 ) -> str:
-    """What a channel is to a model, for claims about "the positional channel".
+    """Return the role of a channel in a model, for claims about "the positional channel".
 
     The search's choice need not be the channel that follows the position most closely, so both are asked.
 
     Args:
-        channel: The channel, or several; None: what a search of the same run found.
+        channel: The channel, or several; None: the result of a search in the same run.
         searched: The search's choice, in the block ``scale_channel`` of the model's file.
         strongest: The strongest one where it is another, ``positional_channel`` of that file.
     """

@@ -1,4 +1,4 @@
-"""What a server's answers say: the reply, its thinking, its tokens, log-likelihoods; other forms are failures."""
+"""Parse a server's answers: the reply, its thinking, its tokens, log-likelihoods; other forms are failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from posbench.errors import UserError
-from posbench.model.lm import LENGTH
+from posbench.model.lm import FINISH_LENGTH
 from posbench.model.thinking import Form, SplitReply, split_thinking
 from posbench.schema import check_shape
 from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH, UNKNOWN_MARKS
@@ -20,14 +20,16 @@ from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH, UNKNOWN_MARKS
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which servers give the thinking apart from the answer."""
 ROUNDING_NATS = 1e-3
-"""How far above 0 rounding may put a log-probability."""
+"""Largest log-probability above 0 that is accepted as rounding."""
 
 BY_LOG_LIKELIHOODS = "log-likelihoods"
+"""The choice is read from the log-likelihoods of all choices."""
 BY_FIRST_TOKEN = "first token"
+"""The choice is read from the log-likelihoods of the likeliest first tokens of a reply."""
 BY_LETTER = "letter"
+"""The choice is read from the text of the reply."""
 NO_CHOICE = "none in the reply"
-"""How the choice of a model is read: from the log-likelihoods of all choices, from those of the likeliest
-first tokens of a reply, or from what the reply says; it may say none."""
+"""The text of the reply names no choice."""
 
 Tokens = Annotated[int, Ge(0)]
 """A number of tokens."""
@@ -39,27 +41,27 @@ class RequestError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered.
+    """A server's reply.
 
     Attributes:
         text: The answer, without the thinking before it; or the choice.
         finish: Why the reply ended, in the server's word in small letters: ``stop``, ``length`` ...; ``length`` also
             where it has as many tokens as it may, whatever the server says. Empty where the server says nothing.
         thinking: The thinking before the answer, where the server shows it.
-        thinking_tokens: Tokens of it as the server counts, None where it does not tell them.
-        thinking_form: How the server gives it.
+        thinking_tokens: Tokens of the thinking by the server's count; None if it does not count them.
+        thinking_form: How the server returns the thinking.
         is_thinking: Whether the reply ended in the thinking, before an answer.
-        prompt_tokens: Tokens of the prompt as the server counts, None where it does not tell them.
-        reply_tokens: Tokens of the reply, thinking among them, as those of the prompt.
+        prompt_tokens: Tokens of the prompt by the server's count; None if it does not count them.
+        reply_tokens: Tokens of the reply, thinking included, likewise.
         rejection: Why the model did not read the prompt: :data:`posbench.stats.outcomes.OVERFLOW` or
             :data:`posbench.stats.outcomes.CONTENT_FILTER`; empty where it did.
-        obstacle: What keeps the text from being known as an answer, in words; often empty.
+        obstacle: Reason why the text may be no answer; often empty.
         ended_itself: Whether the model is known to have ended it, so that it may be empty.
         nats: Log-likelihood of each choice; None: not among the likeliest.
         by: How the choice was read; empty where there was none to make.
         requests: Requests that ``prompt_tokens`` and ``reply_tokens`` count together.
         model: The model that the server reports.
-        server: The same, with the fingerprint that it reports.
+        server: Model and fingerprint that the server reports.
     """
 
     text: str = ""
@@ -82,7 +84,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class _Usage:
-    """Tokens of a request as the server counts, None where it does not tell them; other fields are not read."""
+    """Token counts of a request as the server reports them, None where it does not; other fields are not read."""
 
     prompt_tokens: Tokens | None = None
     completion_tokens: Tokens | None = None
@@ -92,7 +94,7 @@ class _Usage:
 
     @property
     def thinking_tokens(self) -> int | None:
-        """Tokens of the thinking, which not every server tells, and each in its own way."""
+        """Tokens of the thinking, which servers report in different fields or not at all."""
         details = self.completion_tokens_details
         count = self.reasoning_tokens
         if isinstance(details, Mapping):
@@ -121,7 +123,7 @@ CUT_REASONS = (
     "limit",  # llama.cpp
     "model_context_window_exceeded",  # Anthropic
 )
-"""Why a reply ended, in the words of servers in small letters, where it had no more tokens."""
+"""Finish reasons of servers, in lower case, for a reply at its token limit."""
 GOOD_REASONS = (
     "stop",  # OpenAI, Gemini, and most servers
     "stop_sequence",  # Anthropic, Cohere, text-generation-inference
@@ -137,7 +139,7 @@ GOOD_REASONS = (
     "finished",
     "normal",  # ERNIE
 )
-"""The same where the model, or a stop text, ended it. A word that is not known is none of them."""
+"""Finish reasons of a natural end: the model or a stop text. Unknown words are in none of these lists."""
 REFUSAL_REASONS = (
     "content_filter",  # OpenAI
     "content_filtered",  # Bedrock
@@ -157,7 +159,7 @@ REFUSAL_REASONS = (
     "sensitive",  # Zhipu
     "moderation",
 )
-"""The same where a filter, or the model, refused."""
+"""Finish reasons of a refusal by a filter or the model."""
 TOOL_REASONS = (
     "tool_calls",  # OpenAI
     "tool_call",  # Cohere
@@ -167,7 +169,7 @@ TOOL_REASONS = (
     "unexpected_tool_call",
     "too_many_tool_calls",
 )
-"""The same where the reply is a call of a tool."""
+"""Finish reasons of a tool call."""
 FAILED_REASONS = (
     "error",
     "abort",
@@ -179,7 +181,7 @@ FAILED_REASONS = (
     "network_error",  # Zhipu
     "insufficient_system_resource",  # DeepSeek
 )
-"""The same where the server gave up: asked again, it may answer."""
+"""Finish reasons of a failure of the server: asked again, it may answer."""
 
 
 def reason_in_small_letters(reason: object) -> str:
@@ -215,7 +217,7 @@ def read_reply(
     content, field_thinking = _texts(choice, message)
     obstacle = ""
     if finish in CUT_REASONS:
-        finish = LENGTH
+        finish = FINISH_LENGTH
     elif max_tokens is not None and finish in ("", *GOOD_REASONS):
         finish, obstacle = _judge_length(finish, content, usage, max_tokens)
     split = split_thinking(content, opened and not field_thinking)
@@ -228,7 +230,7 @@ def read_reply(
         form = "field"
     elif not form and (hidden or usage.thinking_tokens):
         form = "hidden"
-    is_cut = finish == LENGTH and bool(form) and not text.strip()
+    is_cut = finish == FINISH_LENGTH and bool(form) and not text.strip()
     obstacle = unclear_thinking(split) or obstacle
     if not text.strip():
         obstacle = obstacle or _other_field(choice, message)
@@ -251,33 +253,33 @@ def read_reply(
 
 
 def unclear_thinking(split: SplitReply) -> str:
-    """Why the text of a reply is not known to be its answer, with the marks in it; empty where it is."""
+    """Return why the text of a reply may not be its answer, with its marks; empty if it is."""
     return f"{UNKNOWN_MARKS}: {split.unclear_marks}" if split.unclear_marks else ""
 
 
 def _judge_length(
     finish: str, content: str, usage: _Usage, max_tokens: int
 ) -> tuple[str, str]:
-    """Why a reply ended that a server says was not cut, or of which it does not say; and what is not known then.
+    """Return the finish reason of a reply that is not reported as cut, and the doubt that remains.
 
-    A server that cuts may call that ``stop``. Where it does not count tokens, a reply with as many words has at least
-    as many tokens; and one of fewer bytes has fewer tokens.
+    A server that cuts a reply may report ``stop``. Without token counts, the words of a reply are a lower bound of its
+    tokens, and its bytes an upper bound.
     """
-    # Not what is left of the total, which may hold more than prompt and reply.
+    # Not the total minus the prompt: it may include more than prompt and reply.
     tokens = usage.completion_tokens
     if tokens is None:
         at_limit = len(content.split()) >= max_tokens
     else:
         at_limit = tokens >= max_tokens
     if at_limit:
-        return LENGTH, ""
+        return FINISH_LENGTH, ""
     if finish or tokens is not None or len(content.encode()) < max_tokens:
         return finish, ""
     return "", f"{UNKNOWN_LENGTH} why the reply ended nor how many tokens it has"
 
 
 def _other_field(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
-    """Where the reply stands that has no text; empty where there is none."""
+    """Return the field with the reply if the text is empty; empty if there is none."""
     for field in (*THINKING_FIELDS, "tool_calls", "function_call"):
         if message.get(field) or choice.get(field):
             return f"{OTHER_FIELD} {field}"
@@ -300,8 +302,9 @@ def _texts(choice: Mapping[str, Any], message: Mapping[str, Any]) -> tuple[str, 
 
 
 TEXT_PARTS = ("text", "output_text")
+"""Types of answer parts in a content that is a list."""
 THINKING_PARTS = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
-"""Types of the parts of a content that is a list: of the answer, and of the thinking."""
+"""Types of thinking parts in a content that is a list."""
 
 
 def _joined_parts(parts: Sequence[Any]) -> tuple[str, str]:
@@ -336,7 +339,7 @@ def _thinking_of_part(part: Mapping[str, Any]) -> str:
 
 
 def read_usage(answer: Mapping[str, Any]) -> _Usage:
-    """Read what the server counts of a request; RequestError where that is no number of tokens."""
+    """Read a server's token counts of a request; RequestError if they are no numbers of tokens."""
     try:
         usage: _Usage = check_shape(answer.get("usage") or {}, _Usage, "usage", "")
     except UserError as error:
@@ -353,7 +356,7 @@ def reported_model(answer: Mapping[str, Any]) -> str:
 def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the choice with index 0 of an answer; empty where there is none, or more than one.
 
-    A server may give several in any order. One that stands alone needs no index.
+    A server may give several in any order. A single one needs no index.
     """
     choices = answer.get("choices")
     if not isinstance(choices, list):
@@ -401,8 +404,8 @@ def first_token_nats(
 ) -> list[float | None]:
     """Log-likelihoods of choices by the likeliest first tokens; None for a choice that no token begins.
 
-    A token counts where it begins one choice alone, as it stands; where no token does so, without the spaces
-    around both.
+    A token counts if exactly one choice begins with it, spaces included; if no token does, spaces around both are
+    ignored.
 
     Args:
         top_logprobs: The likeliest first tokens with their log-likelihoods.
@@ -430,7 +433,7 @@ def first_token_nats(
 def probability_of_choices(
     top_logprobs: Mapping[str, float], choices: Sequence[str]
 ) -> float:
-    """Probability that the first token of a reply begins one choice alone, as far as the likeliest tokens tell."""
+    """Return the probability, by the likeliest tokens, that a reply's first token begins exactly one choice."""
     names = [choice.strip() for choice in choices]
     total = 0.0
     for token, nats in top_logprobs.items():
@@ -489,7 +492,8 @@ def read_echoed_logprobs(
 
 
 def read_prompt_logprobs(answer: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """The same from ``prompt_logprobs`` of vLLM: for each token of the prompt one entry, the first of which is none."""
+    """Read log-probabilities from vLLM's ``prompt_logprobs``: one entry for each token of the prompt, None for the
+    first."""
     entries = first_choice(answer).get("prompt_logprobs")
     entries = entries or answer.get("prompt_logprobs") or []
     tokens: list[str] = []
@@ -518,9 +522,9 @@ def _with_nats(
 
 
 def log_probability(value: object) -> float:
-    """A log-probability in nats, as a server gave it; RequestError where it is none.
+    """Return a server's log-probability in nats; RequestError if it is none.
 
-    Rounding may put that of a certain token a little above 0.
+    A value slightly above 0 is accepted as rounding.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise RequestError(f"a log-probability that is {value!r}")

@@ -1,4 +1,4 @@
-"""Attention weights of some queries, computed once more from what an attention function is given."""
+"""Recompute the attention weights of some queries from the arguments of an attention function."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ WORDS_PER_CUT = 250
 """Words that ``truncation=words`` removes in one step, as L-Eval does."""
 
 PROMPTS_AT_ONCE = 64
-"""Prompts in one call of a tokenizer: what it returns takes far more memory than their token ids."""
+"""Prompts in one call of a tokenizer, whose output takes far more memory than their token ids."""
 
 NO_CHARACTERS = (0, 0)
 """The span of a token that covers nothing of the task's prompt."""
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class _Shift(NamedTuple):
-    """What to add to characters ``start`` to ``end`` of a rendered text to get those of the task's prompt."""
+    """Offset from characters ``start`` to ``end`` of a rendered text to the characters of the task's prompt."""
 
     start: int
     end: int
@@ -60,7 +60,7 @@ class _Shift(NamedTuple):
 
 
 PROMPT_LENGTH = "prompt length"
-"""What a prompt that does not fit is refused for."""
+"""Key of the error for a prompt that does not fit."""
 
 
 class PromptTooLong(UserError):
@@ -73,9 +73,9 @@ class Encoded:
 
     Attributes:
         ids: Token ids, special tokens included.
-        text: What the tokens spell, as rendered for the model.
+        text: The rendered text that the tokens encode.
         dropped: Tokens of the prompt that were removed to fit.
-        prompt: What is left of the task's prompt, before any chat template.
+        prompt: The task's prompt after truncation, before any chat template.
         find_offsets: Finds the :attr:`offsets`, which few methods read.
     """
 
@@ -95,7 +95,7 @@ class Encoded:
 
 @contextmanager
 def _clock_at(moment: datetime) -> Iterator[None]:
-    """Let the clock that transformers lends to chat templates, ``strftime_now``, stand still."""
+    """Freeze the clock that transformers offers to chat templates, ``strftime_now``."""
 
     class Clock(datetime):
         """The standard library's class, whose now is fixed."""
@@ -129,7 +129,7 @@ class Encoder:
     ) -> str:
         """The text the model reads: the prompt, in the chat template if there is one to use, and ``prefill``.
 
-        Without a template the system message stands in front of the prompt, with an empty line between.
+        Without a template the system message comes before the prompt, with an empty line between.
         """
         text, _ = self._render(prompt, chat, system)
         return text + prefill
@@ -137,7 +137,7 @@ class Encoder:
     def template_sources(
         self, prompt: str, *, chat: bool = True, system: str = ""
     ) -> list[str]:
-        """What the chat template reads beside its messages: ``the clock``, ``random numbers``; often nothing.
+        """List the chat template's inputs besides its messages: ``the clock``, ``random numbers``; often none.
 
         The prompt is rendered at two moments that share no part of their date and time, and after several seeds.
 
@@ -226,7 +226,7 @@ class Encoder:
 
         Args:
             prompt: The task's prompt.
-            truncation: What to do when it does not fit; see :class:`posbench.tasks.Task`.
+            truncation: How to shorten a prompt that does not fit; see :class:`posbench.tasks.Task`.
             reserve: Tokens to keep free for the answer.
             most: Tokens of the prompt at most, special tokens counted and chat template not.
             document: Character span of the prompt that ``truncation=document`` and ``words`` shorten.
@@ -234,7 +234,7 @@ class Encoder:
             **form: See :meth:`render`.
 
         Returns:
-            The token ids, the prompt as the model reads it, and how many of its tokens were cut (``dropped``).
+            The token ids, the prompt as the model reads it, and the number of tokens cut (``dropped``).
 
         Raises:
             UserError: The prompt does not fit, and may not be cut or does not fit even then.
@@ -277,7 +277,7 @@ class Encoder:
         document: tuple[int, int] | None = None,
         separator: str = "",
     ) -> Encoded:
-        """A whole prompt as it is where it fits, else shortened; arguments and errors are those of :meth:`encode`."""
+        """Return a whole prompt unchanged if it fits, else shortened; arguments and errors as of :meth:`encode`."""
         max_tokens = self.context_window - reserve
         prompt = encoded.prompt
         excess = len(encoded.ids) - max_tokens
@@ -314,7 +314,7 @@ class Encoder:
     def _encode_pieces(
         self, prompts: Sequence[list[Piece]], forms: Sequence[Mapping[str, Any]]
     ) -> list[Encoded]:
-        """Encode prompts, each made of some pieces; each of ``forms`` is that of :meth:`render`."""
+        """Encode prompts, each made of some pieces; each of ``forms`` holds arguments of :meth:`render`."""
         tokenizer = self.need_tokenizer()
         texts = []
         # Whether a chat template wrote the special tokens of each.
@@ -358,14 +358,14 @@ class Encoder:
         length: int,
         num_added: int,
     ) -> list[tuple[int, int]]:
-        """Characters of the task's prompt that each token covers.
+        """Return the characters of the task's prompt that each token covers.
 
         Args:
             text: The rendered text.
             pieces: The pieces of the prompt in it.
             has_template: Whether a chat template made the text.
-            length: The tokens of the text that count.
-            num_added: Tokens put in front of them.
+            length: Number of tokens of the text.
+            num_added: Number of tokens put before the text.
         """
         tokenizer = self.need_tokenizer()
         spans = [NO_CHARACTERS] * length
@@ -406,9 +406,9 @@ class Encoder:
         document: tuple[int, int] | None,
         separator: str,
     ) -> list[Piece]:
-        """The pieces of a prompt that lost about ``removed`` tokens; empty where nothing is left to cut.
+        """Return the pieces of a prompt shortened by about ``removed`` tokens; empty if nothing is left to cut.
 
-        The other arguments are those of :meth:`encode`.
+        The other arguments are as of :meth:`encode`.
         """
         if truncation == "middle":
             return self._cut_middle(prompt, removed)
@@ -450,7 +450,7 @@ class Encoder:
         ]
 
     def _cut_words(self, text: str, removed: int) -> str:
-        """A text without its last words, as many at a time as in L-Eval."""
+        """Return a text without its last words, cut in steps of the same size as in L-Eval."""
         words = text.split(" ")
         num_tokens = len(self._token_ids(text))
         while words and num_tokens - len(self._token_ids(" ".join(words))) < removed:
@@ -458,7 +458,7 @@ class Encoder:
         return " ".join(words)
 
     def _cut_end(self, text: str, removed: int, separator: str) -> str:
-        """A text without its last tokens, and without as many more as the separator takes."""
+        """Return a text without its last tokens, and shortened further by the separator's length."""
         ids = self._token_ids(text, False)
         if separator:
             removed += len(self._token_ids(separator, False))
@@ -496,8 +496,8 @@ def _place_of(prompt: str, text: str) -> tuple[int, tuple[int, int]]:
     """Find a prompt in the text that a chat template made of it; some templates strip the prompt.
 
     Returns:
-        Where its first character would stand, and which characters of the text are its own; none of them where the
-        template changed it in another way.
+        Where its first character is, or would be unstripped, and the span of the text that it covers; an empty span if
+        the template changed it in another way.
     """
     start = text.find(prompt)
     if start >= 0:

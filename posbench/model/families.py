@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where one model family keeps its attention, and what happens to a key between projection and cache."""
+    """The attention modules of one model family, and the changes to a key between projection and cache."""
 
     # name shown to users
     name: str
     # values of ``config.model_type`` that belong to the family
     model_types: tuple[str, ...]
-    # what sets it apart, in a few words for the support table
+    # its peculiarity, in a few words for the support table
     traits: str = ""
     # dotted path from the causal-LM object to its list of decoder layers
     layers: str = "model.layers"
@@ -37,13 +37,13 @@ class Family:
     fused: Literal["blocks", "groups"] | None = None
     # normalises keys before the rotation
     key_norm: str | None = None
-    # what that norm sees at once: one ``head``, or the whole ``projection``
+    # scope of that norm: one ``head``, or the whole ``projection``
     norm_over: Literal["head", "projection"] = "head"
     # the bound to which the projection's output is clamped; None or 0 means no bound
     clip: str | None = None
     # None or 0 in layers without rotary embedding; None where all layers are alike
     rope_if: str | None = None
-    # how the model knows positions, beside its causal mask
+    # how positions are encoded, besides the causal mask
     position: str = "RoPE"
     # whether attention runs through the library's functions, which posbench can listen to
     interface: bool = True
@@ -124,7 +124,7 @@ UNSUPPORTED = {
     ),
     "it is no causal decoder": ("bart", "bert", "led", "longt5", "mt5", "roberta", "t5"),
 }  # fmt: skip
-"""Architectures outside the shape that posbench works on, by the reason that users are told."""
+"""Unsupported architectures, by the reason given to users."""
 
 
 def require_attention_interface(model: PreTrainedModel, name: str) -> None:
@@ -212,7 +212,7 @@ def attention_module(model: PreTrainedModel, layer: int) -> nn.Module:
 
 
 Site = Literal["attention_input", "residual"]
-"""``attention_input``: after a layer's first norm, what queries, keys and values are projected from;
+"""``attention_input``: after a layer's first norm, the input of the query, key and value projections;
 ``residual``: the stream before the layer."""
 
 
@@ -243,18 +243,18 @@ def on_query_key_input(
     Args:
         model: The model.
         layer: The layer.
-        change: Maps the attention input [B, T, D], without writing to it, to what queries and keys are projected
-            from.
+        change: Maps the attention input [B, T, D], without writing to it, to the input of the query and key
+            projections.
 
     Returns:
-        The hooks that do it; the layer is as before once all of them are removed.
+        The hooks that do it; the layer is restored once all are removed.
     """
     family = family_of(model)
     attention = attention_module(model, layer)
     query_projection = getattr(attention, family.query)
     key_projection = getattr(attention, family.key)
 
-    # What the query projection's input became, until the key projection reads the same input.
+    # The changed input of the query projection, until the key projection reads the same input.
     changed_inputs: list[tuple[Tensor, Tensor]] = []
 
     def change_query_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -285,8 +285,8 @@ def on_query_key_input(
 
 
 def query_key_rows(model: PreTrainedModel, layer: int) -> dict[str, Tensor | None]:
-    """The projections of a layer that make queries and keys, by their dotted names in the model, each with
-    the output rows that do; None: all of them."""
+    """Return the query and key projections of a layer by their dotted names in the model, each with its query and key
+    rows; None: all rows."""
     family = family_of(model)
     attention = attention_module(model, layer)
     path = next(name for name, module in model.named_modules() if module is attention)

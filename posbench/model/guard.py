@@ -1,4 +1,4 @@
-"""One thread at a time on a model, and numbers that are numbers: what every block and call passes through."""
+"""Guard every block and call on a model: one thread at a time, and only finite numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Entry:
         thread: Identifier of the thread.
         changes: Whether it changes the model.
         undo: Undoes the change.
-        was_left: Whether the block has been left; its change may still stand, if one inside it has not.
+        was_left: Whether the block has been left; its change may still be in place if an inner block has not been left.
     """
 
     name: str
@@ -92,14 +92,14 @@ def exclusive(
 
 
 def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Logits as they are, once they are found to be numbers; -infinity shuts a token.
+    """Return logits unchanged after a check that they are finite; -infinity excludes a token.
 
     Args:
         logits: [..., V].
         counted: Whether a row counts, [...]; None: all do.
 
     Raises:
-        NotFinite: A row holds NaN or infinity, or tells no tokens apart.
+        NotFinite: A row holds NaN or infinity, or is equal for all tokens.
     """
     low, high = torch.aminmax(logits.detach(), dim=-1)
     rows_by_fault = {
@@ -117,11 +117,7 @@ def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Let a function of an LM run :func:`exclusive`, and name the layer where it raises :class:`NotFinite`.
-
-    Raises:
-        UserError: Another thread is inside, or the model gave no numbers; the layer comes from a second run.
-    """
+    """Run a function of an LM :func:`exclusive`, and name the layer if it raises :class:`NotFinite`."""
 
     @functools.wraps(call)
     def run(lm: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -202,12 +198,12 @@ def probe(lm: Any, ids: Sequence[int]) -> None:
 
 @guarded
 def forward(lm: Any, **inputs: Tensor) -> None:
-    """Run a batch for what hooks read of it; UserError where its last logits are no numbers."""
+    """Run a batch for its hooks alone; UserError if its last logits are not finite."""
     check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
 
 
 def not_finite_error(lm: Any, fault: str) -> UserError:
-    """The error for a model that gives no numbers in its dtype, with what to change."""
+    """Return the error for a model with non-finite outputs in its dtype, with a hint."""
     dtype = str(lm.model.dtype).removeprefix("torch.")
     methods = [entry.name for entry in _entries.get(lm.model, []) if entry.changes]
     hint = "set milder parameters of the method"
@@ -225,7 +221,7 @@ def not_finite_error(lm: Any, fault: str) -> UserError:
 
 
 def check_parameters(model: nn.Module, name: str) -> None:
-    """Raise UserError where a parameter holds NaN or infinity; what accelerate keeps elsewhere is not read.
+    """Raise UserError if a parameter holds NaN or infinity; parameters that accelerate offloads are not read.
 
     Compressed weights (8 bits and fewer) have no infinity.
     """

@@ -21,7 +21,7 @@ AttentionFunction = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
 
 _functions: dict[int, list[AttentionFunction]] = {}
-"""By the id of a model's config, the functions in front of its kernel; the first one is called first."""
+"""By the id of a model's config, the functions before its kernel, in calling order."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ SPARE_TOKENS = 64
 
 @dataclass
 class SharedBuffer:
-    """Memory that begins with the keys, or values, of several cache layers and takes up what one appends.
+    """Memory that begins with the keys, or values, shared by several cache layers, with room for appended ones.
 
     Attributes:
         storage: The memory, shape [B, G, T + spare, d].
@@ -118,7 +118,7 @@ def appendable_cache(
     spare: int = SPARE_TOKENS,
     tokens_before: int = 0,
 ) -> DynamicCache:
-    """A cache whose forks can be appended to without copying what they share.
+    """Return a cache whose forks can be appended to without copying their shared part.
 
     Args:
         states: Keys and values of each layer, [B, G, T, d] each.
@@ -141,7 +141,7 @@ def appendable_cache(
 
 
 def fork_cache(cache: DynamicCache) -> DynamicCache:
-    """A cache that grows on its own; what it holds already is shared, not copied."""
+    """Return a cache that grows independently and shares its present content with the original."""
     branch = copy.copy(cache)
     branch.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in branch.layers:
@@ -202,7 +202,8 @@ def intercepting_attention(
 
     Args:
         model: A model whose family runs attention through the library's functions.
-        function: Takes what an :data:`AttentionFunction` takes and, as ``following``, the next function or the kernel.
+        function: Takes the arguments of an :data:`AttentionFunction` and, as ``following``, the next function or the
+            kernel.
 
     Raises:
         UserError: The family calls its attention in its own way, so that the function would never run.

@@ -1,4 +1,4 @@
-"""Where the items of a prompt stand: the token spans that a method may read, and never which item is gold."""
+"""Positions of the items of a prompt: the token spans that a method may read, and never which item is gold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ItemPrompt:
     """A prompt as text with its items, which a method may rewrite before it is encoded.
 
     Attributes:
-        text: What the model is asked, before any chat template.
+        text: The prompt, before any chat template.
         items: Characters (start, end) of every item, in the order of the task's items.
     """
 
@@ -36,7 +36,7 @@ class ItemPrompt:
         return self.text[start:end]
 
     def reordered(self, order: Sequence[int]) -> ItemPrompt:
-        """The prompt with its items in another order; what stands between them stays in place.
+        """Return the prompt with its items in another order; the text between them stays in place.
 
         Args:
             order: A permutation of the items: ``order[i]`` is the item that goes to the i-th place.
@@ -94,7 +94,7 @@ def token_spans(offsets: Sequence[Span], items: Sequence[Span]) -> list[Span]:
 class ItemIndex:
     """Token spans of the items of prompts, found again by the tokens of a prompt.
 
-    A prompt is known by its tokens up to the end of its last item: what follows, such as an answer, may differ.
+    A prompt is identified by its tokens up to the end of its last item: later ones, such as an answer, may differ.
     """
 
     _spans: dict[bytes, tuple[Span, ...]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ Table = tuple[Tensor, Tensor]
 
 
 class _Columns(NamedTuple):
-    """What a channel adds to unrotated queries and keys: its columns of their projections, head by head.
+    """A channel's contribution to unrotated queries and keys: its columns of their projections, head by head.
 
     Attributes:
         query: [1, H, 1, d].
@@ -65,7 +65,7 @@ class LastRows:
 
     @staticmethod
     def fits(model: PreTrainedModel, layers: Sequence[int]) -> bool:
-        """Whether these layers are linear, and no function stands in front of the attention kernel."""
+        """Whether these layers are linear, and no function is installed before the attention kernel."""
         return (
             families.family_of(model).interface
             and families.text_config(model)._attn_implementation in KERNELS

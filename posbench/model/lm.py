@@ -32,16 +32,16 @@ from posbench.model.hooks import (
     replace_attribute,
 )
 from posbench.model.items import ItemIndex, Span, find_items, token_spans
-from posbench.model.thinking import MARKS
+from posbench.model.thinking import THINKING_MARKS
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
     from posbench.model.prefix import Prefix
 
-END = "end"
-STOP = "stop"
-LENGTH = "length"
+FINISH_END = "end"
+FINISH_STOP = "stop"
+FINISH_LENGTH = "length"
 IGNORED = -100
 """The target token that torch's cross-entropy leaves out."""
 
@@ -51,8 +51,8 @@ class GeneratedReply(NamedTuple):
 
     Attributes:
         text: The text.
-        finish: :data:`END` (the model's end token), :data:`STOP` (a stop text) or :data:`LENGTH` (the largest
-            number of new tokens). A server says ``stop`` for the first two.
+        finish: :data:`FINISH_END` (the model's end token), :data:`FINISH_STOP` (a stop text) or :data:`FINISH_LENGTH`
+            (the largest number of new tokens). A server says ``stop`` for the first two.
     """
 
     text: str
@@ -71,7 +71,7 @@ class LM(Encoder):
     Attributes:
         tokens_read: Tokens of the prompts in all batches so far, padding left out.
         tokens_written: Tokens of all replies so far, each up to its end.
-        items: Where the items of prompts stand, for methods that read them.
+        items: Positions of the items of prompts, for methods that read them.
     """
 
     model: PreTrainedModel
@@ -114,7 +114,7 @@ class LM(Encoder):
 
         Returns:
             ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]. With a prefix of P tokens
-            ``input_ids`` and ``position_ids`` are those of the last T - P tokens, and ``past_key_values`` is a
+            ``input_ids`` and ``position_ids`` cover the last T - P tokens, and ``past_key_values`` is a
             fork_cache of its cache.
         """
         past = prefix.tokens if prefix else 0
@@ -148,7 +148,7 @@ class LM(Encoder):
     def add_items(
         self, prompt: str, items: Sequence[Span] | str, **form: Any
     ) -> list[int]:
-        """Tell methods that read items where they stand in a prompt; a run does this by itself.
+        """Register the positions of the items of a prompt for methods that read them; a run does so by itself.
 
         Args:
             prompt: The prompt, before any chat template.
@@ -258,7 +258,7 @@ class LM(Encoder):
                 [prompts[i] for i in batch], settings, stop_texts, prefix
             )
             for index, ids in zip(batch, reply_ids.tolist(), strict=True):
-                # What stands behind the first token that ends a reply is padding.
+                # Everything after the first end token is padding.
                 length = next(
                     (i for i, token in enumerate(ids) if token in ending_ids), len(ids)
                 )
@@ -266,11 +266,11 @@ class LM(Encoder):
                     tokenizer.decode([i for i in ids[:length] if i not in hidden_ids])
                 )
                 reply = cut_at_stop(text, stop_texts)
-                finish = LENGTH
+                finish = FINISH_LENGTH
                 if reply != text or not stop_ids.isdisjoint(ids[: length + 1]):
-                    finish = STOP
+                    finish = FINISH_STOP
                 elif length < len(ids):
-                    finish = END
+                    finish = FINISH_END
                 replies[index] = GeneratedReply(reply, finish)
         return [replies[index] for index in range(len(prompts))]
 
@@ -283,7 +283,7 @@ class LM(Encoder):
     ) -> Tensor:
         """Token ids of the continuations of one batch of token rows, padded at the end, [B, T]."""
         tokenizer = self.need_tokenizer()
-        # generate() takes whole prompts and cuts off what the cache holds.
+        # generate() takes whole prompts and cuts off the cached part.
         ids, mask = self._left_padded(rows, prefix.tokens if prefix else 0)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         if prefix:
@@ -390,7 +390,7 @@ class LM(Encoder):
         """Mean cross-entropy (nats per token) of each answer after its prompt, [N]; see :meth:`answer_loss`.
 
         Args:
-            pairs: Token ids of N prompts, each with those of its answer.
+            pairs: Token ids of N prompts and of their answers.
             batch_size: Prompts per forward.
         """
         losses = torch.zeros(len(pairs))
@@ -482,9 +482,8 @@ class LM(Encoder):
         """Collect the attention weights of the last token in each forward inside the block.
 
         Yields a dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32 or better). A
-        sliding-window layer that no longer holds all keys gives the newest T' < T. Memory is linear in T
-        where the family allows it. Under attention_buckets there are B * N rows, those of the N bases
-        next to each other.
+        sliding-window layer that no longer holds all keys gives the newest T' < T. Memory is linear in T where the
+        family allows it. Under attention_buckets there are B * N rows, the N bases of a prompt next to each other.
         """
         weights: dict[int, Tensor] = {}
 
@@ -561,7 +560,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 def _hidden_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Special tokens that are no part of a reply's text: all but those that mark thinking."""
-    marks = {mark for pair in MARKS for mark in pair}
+    marks = {mark for pair in THINKING_MARKS for mark in pair}
     return {
         token
         for token in tokenizer.all_special_ids
@@ -596,11 +595,11 @@ def length_batches(
     The batches depend on the ``lengths`` alone: a resumed run forms the same ones and so gets the same numbers.
 
     Args:
-        lengths: Tokens of each prompt, those to come included.
+        lengths: Tokens of each prompt, with its reply.
         batch_size: Prompts of a batch at most.
         batch_tokens: Tokens of a batch at most, padding included; None: any number. A longer prompt is a batch of its
             own.
-        boundary: No batch holds longer prompts beside others, see :attr:`LM.rope_boundary`; None: none.
+        boundary: No batch mixes prompts below and above this length, see :attr:`LM.rope_boundary`; None: none.
 
     Returns:
         Indices of the prompts of each batch.

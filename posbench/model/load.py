@@ -1,4 +1,4 @@
-"""From a name, a directory, a hub id or a model object to a ready LM."""
+"""Load a model from a name, a directory, a hub id or a model object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FROM_THIS_MACHINE: dict[str, Any] = {
     "local_files_only": True,
     "trust_remote_code": False,
 }
-"""How transformers reads a checkpoint: from this machine, and no code of its own."""
+"""Arguments with which transformers reads a checkpoint: from this machine, without running its code."""
 
 SERVER_KEYS = (
     "served",
@@ -49,7 +49,7 @@ SERVER_KEYS = (
     "timeout",
     "key_env",
 )
-"""Keys of a model that mean something with a server alone."""
+"""Keys of a model that apply to a server only."""
 
 RESERVED_FIELDS = (
     "model",
@@ -68,7 +68,7 @@ FILES_WITHOUT_WEIGHTS = tuple(
     for pattern in sources.CHECKPOINT_PATTERNS
     if pattern != sources.WEIGHTS_PATTERN
 )
-"""Files of a checkpoint but its weights: config and tokenizer."""
+"""Files of a checkpoint without its weights: config and tokenizer."""
 
 SIZE_KEYS = frozenset(
     (
@@ -124,8 +124,8 @@ DROPOUT_KEYS = frozenset(
 )
 """Keys of config.json that are probabilities."""
 
-PARTIAL = "-partial"
-"""How the name of a model ends whose weights are not all those of its checkpoint."""
+PARTIAL_SUFFIX = "-partial"
+"""Suffix of the names of models with missing weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +167,14 @@ class ModelConfig:
     backend: dict[str, Any] | None = None
     # an OpenAI-compatible server that answers in the place of the weights, such as http://localhost:8000/v1
     base_url: str | None = None
-    # what that server calls the model; None: ``name``
+    # the server's name for the model; None: ``name``
     served: str | None = None
     # ``completions`` sends the very text that the model reads in process; ``chat`` sends messages, and the
-    # server's own template surrounds them; ``auto`` takes what the server offers, see docs/endpoint.md
+    # server's own template surrounds them; ``auto`` takes the API that the server offers, see docs/endpoint.md
     api: Literal["auto", "completions", "chat"] = "auto"
-    # sampling temperature; None: 0, or what the server prescribes where it refuses 0
+    # sampling temperature; None: 0, or the server's own where it refuses 0
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
-    # tokens of a reply for thinking, beside those for the answer; None: none for a model that does not think
+    # tokens for thinking, added to those for the answer; None: none for a model that does not think
     thinking_tokens: Annotated[int, Ge(0), Le(10**6)] | None = None
     # further fields of every request, such as {reasoning_effort: low}; they are recorded, but for secrets
     extra_body: dict[str, Any] | None = None
@@ -188,7 +188,7 @@ class ModelConfig:
     key_env: str = "OPENAI_API_KEY"
     # price of a million tokens that are read, and of a million that are written, in the unit of budget=2usd
     price: tuple[NonNegative, NonNegative] | None = None
-    # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
+    # constants of the file for methods, tasks, searches and studies, by their names: every other key of the
     # file that holds a mapping
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -199,8 +199,8 @@ class ModelConfig:
             raise UserError(
                 "model.chat_template", self.chat_template, " | ".join(names), hint
             )
-        if self.allow_partial and not self.name.endswith(PARTIAL):
-            object.__setattr__(self, "name", self.name + PARTIAL)
+        if self.allow_partial and not self.name.endswith(PARTIAL_SUFFIX):
+            object.__setattr__(self, "name", self.name + PARTIAL_SUFFIX)
         if self.in_process:
             self._refuse_server_keys()
         if self.base_url is not None:
@@ -227,17 +227,17 @@ class ModelConfig:
 
     @property
     def in_process(self) -> bool:
-        """Whether the weights are loaded here; else replies are all that is known of it."""
+        """Whether the weights are loaded in this process; else only replies are available."""
         return self.base_url is None and self.backend is None
 
     @property
     def server_name(self) -> str:
-        """What the server calls the model."""
+        """The server's name for the model."""
         return self.served or self.name
 
     @property
     def checkpoint(self) -> sources.Source:
-        """The files that it is loaded from; of a served model those of its tokenizer."""
+        """The files from which it is loaded; for a served model, its tokenizer's files."""
         source = sources.checkpoint_source(self.path, self.revision)
         if not self.in_process:
             return replace(source, files=FILES_WITHOUT_WEIGHTS)
@@ -322,7 +322,7 @@ def load(
 
 @dataclass
 class CheckpointReader(Encoder):
-    """A checkpoint without its weights: what tells how long its prompts are, and how large it is."""
+    """A checkpoint without its weights, from which the lengths of prompts and the model's size are known."""
 
     tokenizer: PreTrainedTokenizerBase | None
     name: str
@@ -368,7 +368,7 @@ def _check_sizes(config: ModelConfig, data: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _check_sizes(config, value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            continue  # what is of another type is refused by transformers
+            continue  # transformers refuses other types
         if key in SIZE_KEYS and not 1 <= value < math.inf:
             bound = "of at least 1"
         elif key in POSITIVE_KEYS and not 0 < value < math.inf:
@@ -411,7 +411,7 @@ def _load_checkpoint(
     device_map: str | dict[str, Any] | None,
     max_memory: dict[int | str, str] | None,
 ) -> LM:
-    """The model of a config, with weights and tokenizer; the arguments are those of :func:`load`."""
+    """Return the model of a config, with weights and tokenizer; arguments as of :func:`load`."""
     if not config.in_process:
         allowed = "null: posbench.load reads a checkpoint, not a server"
         hint = "leave out base_url, or run posbench model.base_url=URL"
@@ -437,7 +437,7 @@ def _load_checkpoint(
                 device_map=device_map or {"": target},
                 max_memory=max_memory,
                 output_loading_info=True,
-                # Told in one line below, with every other fault of the weights.
+                # Reported in one line below, with every other fault of the weights.
                 ignore_mismatched_sizes=True,
                 **FROM_THIS_MACHINE,
             )
@@ -491,7 +491,7 @@ def load_without_weights(
         if folder:
             for name in sources.weight_files(folder):
                 with safe_open(folder / name, "pt"):
-                    pass  # its header tells whether all of it is there
+                    pass  # its header shows whether it is complete
         kernel = usable_kernel(checkpoint.facts, config.attention)
         model = transformers.AutoModelForCausalLM.from_config(
             checkpoint.facts,
@@ -527,7 +527,7 @@ def _with_reader(
 
 @contextmanager
 def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None]:
-    """Turn what the libraries raise on a checkpoint into one line."""
+    """Turn errors that libraries raise on a checkpoint into one line."""
     try:
         yield
     except UserError:
@@ -558,8 +558,7 @@ def _need_complete(config: ModelConfig, loading_info: Mapping[str, Any]) -> None
 
     Args:
         config: The model's config.
-        loading_info: What transformers reports of loading; it leaves out tied tensors, and those that it knows
-            may be missing or left over.
+        loading_info: transformers' report of loading, without tied tensors and tensors that may be missing or unused.
     """
     tensors_by_fault = {
         "missing": loading_info["missing_keys"],
@@ -607,7 +606,7 @@ def usable_kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
         allowed = "auto or eager: sdpa would leave out the soft-cap of this model's attention scores"
         hint = "set model.attention=auto (a model object: attn_implementation='eager')"
         raise UserError("model.attention", kernel, allowed, hint)
-    # Some transformers versions would run sdpa all the same, and leave the cap out.
+    # Some transformers versions would run sdpa anyway, and leave the cap out.
     return kernel or "eager"
 
 

@@ -11,8 +11,8 @@ from posbench.late import Tensor, torch
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Names in ``/proc/cpuinfo`` of instructions that multiply bfloat16: of x86, of x86 with AMX, of ARM."""
-PROBED_TOKENS = 256
-PROBED_ROUNDS = 5
+TIMED_ROWS = 256
+TIMED_ROUNDS = 5
 
 Timer = Callable[[Tensor, Tensor], float]
 """Seconds of the product of two matrices."""
@@ -36,7 +36,7 @@ def has_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
 def time_product(left: Tensor, right: Tensor) -> float:
     """Return the shortest of a few times of a product, in seconds; the first one warms up."""
     times = []
-    for _ in range(1 + PROBED_ROUNDS):
+    for _ in range(1 + TIMED_ROUNDS):
         started = time.perf_counter()
         left @ right
         times.append(time.perf_counter() - started)
@@ -50,7 +50,7 @@ def bfloat16_speedup(width: int, timer: Timer = time_product) -> float:
         width: Hidden size of the model: one of its feed-forward products is timed.
         timer: Seconds of a product.
     """
-    tokens = torch.ones(PROBED_TOKENS, width)
+    tokens = torch.ones(TIMED_ROWS, width)
     weights = torch.ones(width, 4 * width)
     plain = timer(tokens, weights)
     brief = timer(tokens.bfloat16(), weights.bfloat16())

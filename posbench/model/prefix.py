@@ -1,4 +1,4 @@
-"""A prefill that several continuations share: its cache, and what methods asked to be recorded of it."""
+"""A prefill shared by several continuations: its cache, and the activations that methods asked to record."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Prefix:
     Attributes:
         cache: Keys and values of the P tokens, never changed by a fork.
         channels: The C recorded channels of the attention input.
-        inputs: By layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], where keys are
-            not linear in it.
+        inputs: By layer, the attention input at these channels, [B, P, C]; all channels, [B, P, D], where keys are not
+            linear in the input.
         rotary: By layer, (cos, sin) of the P positions; None in models without rotary embedding.
         parts: Intermediate results that a method keeps for the next continuation.
     """
@@ -76,7 +76,7 @@ def recording_inputs(
         return record
 
     prefix.channels = tuple(channels)
-    # Copied to a GPU once: a copy waits for all its work, in every layer for that of the layers before.
+    # Copied to a GPU once: a copy in each layer would wait for the work of all layers before.
     indices: dict[torch.device, Tensor] = {}
     with pre_hooks(families.attention_modules(model), layers, make_hook):
         yield

@@ -28,8 +28,8 @@ _MEMORY = "posbench_memory"
 """Attribute of a cache: by layer, the cached keys of the last step and the memory of its :data:`ByHand`."""
 _BUSY = "posbench_rotates"
 """Attribute of a rotary embedding inside a block that changes it: how the block does so."""
-AT_ONCE = 16_384
-"""Positions up to which one evaluation makes the tables of all layers, as in generation; more take much memory."""
+MAX_SHARED_POSITIONS = 16_384
+"""Most positions for which one call makes the tables of all layers, as in generation; more take much memory."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class RotaryCall:
     def table(
         self, positions: Tensor | None = None, base: float | None = None
     ) -> Table:
-        """The tables at other positions, or with another base theta.
+        """Return the tables at other positions, or with another base theta.
 
         Args:
-            positions: [B, T], or [B * H, T] with positions for each head; None: those of the call.
-            base: theta of all rows; None: those of the call.
+            positions: [B, T], or [B * H, T] with positions for each head; None: the call's.
+            base: theta of all rows; None: the call's.
 
         Returns:
             cos and sin, [B, T, r] or [B * H, T, r].
@@ -200,7 +200,7 @@ def check_rope(
     elif plain and getattr(module, "rope_type", "default") != "default":
         allowed = f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
     elif getattr(module, _BUSY, None) == "by hand":
-        # One that rotates by hand would rotate what the other has rotated.
+        # Rotating by hand would rotate twice.
         allowed = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)"
         hint = "put ms_poe or moice last in the list"
     elif by_hand and not family.interface:
@@ -243,14 +243,14 @@ def tables(
     layers: Mapping[int, Callable[[RotaryCall], RotaryCall]],
     make: Callable[[RotaryCall], Table] = RotaryCall.table,
 ) -> Iterator[None]:
-    """Rotate in some layers with other tables. An inner block changes what the outer ones made of the call.
+    """Rotate in some layers with other tables. An inner block changes the call as changed by the outer ones.
 
     Args:
         model: The model.
-        layers: By layer, what to change in the call; layers that share a function share their tables.
+        layers: By layer, the change to the call; layers that share a function share their tables.
         make: Makes the tables of a changed call.
     """
-    # By function and type of layer: the call that was changed, and the table that came of it.
+    # By function and type of layer: the changed call and its table.
     latest: dict[tuple[int, Any], tuple[RotaryCall, _TracedTable]] = {}
     changes = {id(change): change for change in layers.values()}
     with ExitStack() as stack:
@@ -258,12 +258,12 @@ def tables(
         stack.enter_context(replace_attribute(rotary_module(model), _BUSY, "tables"))
 
         def update(layer: int, call: RotaryCall) -> None:
-            """Make the table of a layer; in generation also those of all other layers."""
+            """Make the table of a layer; in generation also the tables of all other layers."""
             change = layers[layer]
             changed_calls = {id(change): change(call)}
             # Inside another block of this kind every layer starts from a call of its own.
             is_shared = make is RotaryCall.table and call is call_of(layer)
-            if is_shared and call.positions.numel() <= AT_ONCE:
+            if is_shared and call.positions.numel() <= MAX_SHARED_POSITIONS:
                 all_calls = {key: change(call) for key, change in changes.items()}
                 if all(_moves_only(call, other) for other in all_calls.values()):
                     changed_calls = all_calls
@@ -342,7 +342,7 @@ ByHand: TypeAlias = "Callable[[HandRotation], Tensor]"
 
 @dataclass(frozen=True)
 class HandRotation:
-    """What a method that rotates by hand gets for one layer of one forward.
+    """Inputs of a method that rotates by hand, for one layer of one forward.
 
     Attributes:
         layer: The layer.
@@ -353,8 +353,8 @@ class HandRotation:
         call: The evaluation of the rotary embedding, for tables at any positions and base.
         attend: The kernel, from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d].
         last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
-        memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
-        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered its
+        memory: Data that the function stored at the cache's last step in this layer; empty at a prompt.
+        unchanged: Whether the cached keys are unchanged since that step: false after a beam search has reordered its
             rows, after a crop, or when another method has corrected them.
         model: The model.
     """
@@ -421,7 +421,7 @@ def rotating_by_hand(
 
 @dataclass(frozen=True)
 class _Step:
-    """What the hook before an attention module leaves for the function inside it.
+    """Data passed from the hook before an attention module to the function inside it.
 
     Attributes:
         call: The evaluation of the rotary embedding.
@@ -440,7 +440,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _HandAttention:
-    """What :func:`rotating_by_hand` puts before the attention modules and in front of the kernel."""
+    """The hook before the attention modules, and the function before the kernel, of :func:`rotating_by_hand`."""
 
     model: PreTrainedModel
     layers: Mapping[int, ByHand]

@@ -18,15 +18,15 @@ from posbench.model.lm import LM
 from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix, recording_inputs
 
 MIN_SEGMENT_TOKENS = 32
-"""A prompt branches off inside a segment only behind so many of its tokens; fewer are computed again."""
+"""Shortest part of a segment behind which a prompt may branch off; shorter ones are computed again."""
 MIN_LENGTH_RATIO = 0.9
-"""Segments of one batch have at least this share of the longest one's tokens. Shorter ones are filled up with
-the tokens before them, which are computed again."""
+"""Smallest share of the longest segment's tokens in a batch. Shorter segments are extended by the tokens before
+them, which are computed again."""
 
 Prompts = Sequence[Sequence[int]]
 """Token ids of each prompt."""
 IntArray = NDArray[np.int64]
-EMPTY = np.zeros(0, np.int64)
+NO_TOKENS = np.zeros(0, np.int64)
 
 # The plan: which tokens of which prompt are computed
 
@@ -41,7 +41,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixTrie:
-    """Prompts laid out in one store of tokens, in which each shared prefix stands once.
+    """Prompts laid out in one store of tokens, in which each shared prefix occurs once.
 
     Attributes:
         token_slots: For each prompt, the slot of each of its tokens, shape (prompt_length,).
@@ -63,16 +63,16 @@ def build_prefix_trie(prompts: Prompts) -> PrefixTrie:
     """Lay out prompts in a token store so that a shared prefix is computed once.
 
     Prompts are visited in lexicographic order. Each shares its longest common prefix with the one before it,
-    except for a short end of it, see :data:`MIN_SEGMENT_TOKENS`.
+    except for a short remainder, see :data:`MIN_SEGMENT_TOKENS`.
 
     Args:
         prompts: Token ids of each prompt, without the tokens that a method runs itself.
     """
-    token_slots = [EMPTY] * len(prompts)
+    token_slots = [NO_TOKENS] * len(prompts)
     segments: list[Segment] = []
     num_slots = 0
-    previous_ids = EMPTY
-    previous_slots = EMPTY
+    previous_ids = NO_TOKENS
+    previous_slots = NO_TOKENS
     # The segments that the previous prompt consists of, from its first token to its last.
     path: list[Segment] = []
     for index in lexicographic_order(prompts):
@@ -122,7 +122,7 @@ def group_by_prefix(prompts: Prompts, capacity_tokens: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     num_tokens = 0
-    previous_ids = EMPTY
+    previous_ids = NO_TOKENS
     for index in lexicographic_order(prompts):
         ids = np.asarray(prompts[index], np.int64)
         # A short end of the common prefix may be computed again, see _branch_point().
@@ -157,10 +157,10 @@ def reason_not_shareable(model: PreTrainedModel) -> str:
 
 
 def token_bytes(lm: LM) -> int:
-    """Bytes that a token takes in a :class:`PrefixStore`.
+    """Return the bytes of a token in a :class:`PrefixStore`.
 
-    These are its keys, values and rotations, and of the attention input one channel, or all of them where the
-    keys are not linear in it. A model is asked once.
+    Stored are its keys, values and rotations, and one channel of the attention input, or all channels if the keys are
+    not linear in it. The result is cached per model.
     """
     if lm.model not in _TOKEN_BYTES:
         _TOKEN_BYTES[lm.model] = _measure_token_bytes(lm)
@@ -199,7 +199,7 @@ class PrefixStore:
             them.
         channels: Channels of the attention input to record, see :func:`posbench.model.prefix.recording_inputs`.
         layers: Layers to record.
-        layout: Where each token of each prompt stands.
+        layout: The slot of each token of each prompt.
     """
 
     prompts: Prompts
@@ -234,15 +234,15 @@ class PrefixStore:
     def _gather(
         self, lm: LM, rows: Sequence[IntArray], spare: int = SPARE_TOKENS
     ) -> Prefix:
-        """The stored states of some slots as a prefill, padded on the left.
+        """Return the stored states of some slots as a prefill, padded on the left.
 
         Args:
             lm: The model.
             rows: Slots of the tokens of each row of the batch, shape (length,) each.
-            spare: Tokens that the cache takes up without copying what it holds.
+            spare: Tokens that can be appended to the cache without a copy.
         """
         width = max(map(len, rows))
-        # The mask shuts the padding, so that any slot can stand in it.
+        # Padding is masked, so any slot will do.
         slots = torch.from_numpy(
             np.stack([np.pad(row, (width - len(row), 0)) for row in rows])
         )
@@ -341,7 +341,7 @@ def segment_batches(
 def computed_spans(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int, int]]:
     """The span (first token, end) of its prompt that each segment of a batch feeds to the model."""
     width = max(len(prompts[segment.prompt]) - segment.start for segment in batch)
-    # Every row feeds as many tokens, if need be some before its segment: then no row has a gap, which sliding
+    # All rows feed the same number of tokens, some from before their segment: then no row has a gap, which sliding
     # windows and ALiBi would count.
     spans = []
     for segment in batch:

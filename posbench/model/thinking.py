@@ -1,4 +1,4 @@
-"""Thinking that a model writes before its answer, told apart from the answer in the text of a reply."""
+"""Separate the thinking that a model writes before its answer from the answer in the text of a reply."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-MARKS = (
+THINKING_MARKS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
@@ -22,7 +22,7 @@ MARKS = (
     ("<|thinking|>", "<|/thinking|>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""How models mark the beginning and the end of thinking in plain text, wherever in the reply."""
+"""Begin and end marks of thinking in plain text, anywhere in a reply."""
 CHANNEL = re.compile(
     r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)"
     r"(?=<\|end\|>|<\|return\|>|<\|call\|>|<\|start\|>|<\|channel\|>|\Z)",
@@ -30,15 +30,17 @@ CHANNEL = re.compile(
 )
 """A message of gpt-oss with the name of its channel: ``analysis`` is thinking, ``final`` the answer."""
 BARE_CHANNELS = re.compile(r"\A(?:analysis)(.*?)(?:assistantfinal)(.*)\Z", re.S)
-"""The same where the server dropped the special tokens."""
+"""Both channels in a reply from which the server dropped the special tokens."""
 
-# What opens at the beginning of a reply, and closes before its answer, may be thinking whatever its name.
+# A section of any name that opens at the beginning of a reply and closes before its answer may be thinking.
 TAG = re.compile(r"<\s?([^\W\d_][\w:.-]*)(?:\s[^<>]*)?>")
+"""An opening tag."""
 BRACKET = re.compile(r"([\[{(【«])\s*([^\W\d_][\w -]{0,30}?)\s*([\]})】»])")
+"""A name in brackets."""
 SPECIAL = re.compile(
     r"</?\|[^<>|\n]{1,40}\|?>|<[^<>|\n/]{1,40}\|>|<(?:unused|reserved)[^<>\n]{0,20}>"
 )
-"""A tag, a name in brackets, and a special token that was written as text."""
+"""A special token written as text."""
 ANSWER_NAMES = "answer final final_answer response output result solution conclusion"
 TEXT_NAMES = frozenset(
     f"""{ANSWER_NAMES} a abbr address article aside b big blockquote body br caption cite code dd del dfn div dl doctype
@@ -46,14 +48,14 @@ TEXT_NAMES = frozenset(
     nav ol option p pre q quote s samp script section select small span strike strong style sub sup table tbody td
     textarea th thead time title tr tt u ul url var xml""".split()
 )
-"""Names of tags that belong to an answer: those that say so, and those of HTML and BBCode."""
+"""Names of tags that belong to an answer: names for an answer, and tags of HTML and BBCode."""
 THINKING_WORD = (
     r"(?:(?:my|the|internal|inner|hidden|step[ -]by[ -]step)\s+)?"
     r"(?:think(?:ing)?|thoughts?|reasoning|reflections?|analysis|scratch ?pad|deliberation|monologue|chain of thought)"
     r"(?:\s+(?:process|steps?|trace))?"
 )
 NAMES_THINKING = re.compile(rf"(?<![a-z]){THINKING_WORD}", re.I)
-FIRST_WORD = re.compile(rf"{THINKING_WORD}\s*\n", re.I)
+THINKING_LINE = re.compile(rf"{THINKING_WORD}\s*\n", re.I)
 ANSWER_WORD = (
     r"(?:(?:my|the|final)\s+)*(?:answer|response|reply|conclusion|result|solution)"
 )
@@ -64,34 +66,37 @@ THINKING_LABEL = re.compile(
     r"|thought for \d+ \w+",
     re.I,
 )
+"""Headings and labels before thinking."""
 ANSWER_LABEL = re.compile(
     rf"^\s*(?:#{{1,6}}\s*{ANSWER_WORD}\s*:?\s*$"
     rf"|(?:\*\*|__){ANSWER_WORD}\s*:?\s*(?:\*\*|__)\s*:?"
     rf"|{ANSWER_WORD}\s*:)",
     re.I | re.M,
 )
-"""Headings and labels before the thinking, and before the answer behind it."""
+"""Headings and labels before the answer that follows it."""
 FENCE = re.compile(rf"(`{{3,}}|~{{3,}})\s*{THINKING_WORD}\b[^\n]*\n", re.I)
+"""Beginning of a code block with such a name."""
 JSON_FIELD = re.compile(rf"\{{\s*\"{THINKING_WORD}\"\s*:", re.I)
-QUOTE = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
-"""A block of code with such a name, an object that begins with such a field, and lines that are quoted."""
+"""Beginning of a JSON object with such a field."""
+QUOTED_LINES = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
+"""Quoted lines."""
 
 
 Form = Literal["", "field", "inline", "opened", "hidden"]
-"""How a server gives thinking: there is none; in a field of its own; between marks in the text; as text that lacks the
-first mark, which the chat template wrote; not shown."""
+"""How a server returns thinking: not at all; in a field; between marks in the text; in the text without the first mark,
+which the chat template wrote; hidden."""
 
 
 class SplitReply(NamedTuple):
     """The parts of a reply.
 
     Attributes:
-        answer: What follows the thinking; the whole text where there is none.
+        answer: The text after the thinking; the whole text if there is none.
         thinking: The thinking, without its marks.
         is_open: Whether the reply ended in the thinking.
         form: ``inline`` or ``opened``; empty where there is no thinking.
-        unclear_marks: Marks at the beginning of ``answer`` of which it cannot be told whether they hold thinking or an
-            answer; empty where there are none.
+        unclear_marks: Marks at the beginning of ``answer`` that may enclose thinking or an answer; empty if there are
+            none.
     """
 
     answer: str
@@ -103,15 +108,15 @@ class SplitReply(NamedTuple):
 
 def opens_thinking(prompt: str) -> bool:
     """Return whether a prompt ends with the mark that begins thinking, as chat templates of some models write it."""
-    return prompt.rstrip().endswith(tuple(begin for begin, _ in MARKS))
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in THINKING_MARKS))
 
 
 def split_thinking(text: str, opened: bool = False) -> SplitReply:
-    """Tell the thinking in a reply from its answer.
+    """Split a reply into thinking and answer.
 
-    All up to the last of :data:`MARKS` that ends thinking is thinking, whether or not the reply has the mark that
-    begins it; but what stands before the first mark that begins it is none. So is what other marks open at the
-    beginning of what is left, if they close before its end and name it. Of marks with another name it cannot be told.
+    The text up to the last closing mark of :data:`THINKING_MARKS` is thinking, even without an opening mark; but text
+    before the first opening mark is not. A section in other marks at the beginning of the rest is thinking, too, if the
+    marks name it so and close before the end. With marks of any other name it is unclear.
 
     Args:
         text: The text of a reply.
@@ -138,23 +143,27 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
 
 
 def _split_known_marks(text: str, opened: bool) -> SplitReply:
-    """The parts of a reply by :data:`MARKS`."""
+    """The parts of a reply by :data:`THINKING_MARKS`."""
     form: Form = "opened" if opened else ""
-    ends = [(text.rfind(end) + len(end), end) for _, end in MARKS if end in text]
+    ends = [
+        (text.rfind(end) + len(end), end) for _, end in THINKING_MARKS if end in text
+    ]
     thinking = ""
     answer = text
     if ends:
         index, end = max(ends)
         before = text[: index - len(end)]
-        starts = [before.find(begin) for begin, _ in MARKS if begin in before]
+        starts = [before.find(begin) for begin, _ in THINKING_MARKS if begin in before]
         form = "inline" if starts else "opened"
         lead = before[: min(starts)].strip() if starts and not opened else ""
-        if any(end in lead for _, end in MARKS):
-            lead = ""  # it closes what the chat template opened
+        if any(end in lead for _, end in THINKING_MARKS):
+            lead = ""  # closes the mark that the chat template opened
         thinking = _without_marks(before[len(lead) :] if lead else before)
         answer = _joined(lead, text[index:].lstrip())
         opened = False
-    begins = [(answer.find(begin), begin) for begin, _ in MARKS if begin in answer]
+    begins = [
+        (answer.find(begin), begin) for begin, _ in THINKING_MARKS if begin in answer
+    ]
     if begins:
         index, begin = min(begins)
         rest = _without_marks(answer[index + len(begin) :])
@@ -177,11 +186,11 @@ def _split_channels(text: str) -> SplitReply:
 
 
 class _Section(NamedTuple):
-    """What marks at the beginning of a text enclose.
+    """A section in marks at the beginning of a text.
 
     Attributes:
-        text: What stands between them.
-        rest: What follows; empty where they do not close.
+        text: The text between the marks.
+        rest: The text after the closing mark; empty if there is none.
         marks: The marks.
         is_named: Whether they say that it is thinking.
     """
@@ -193,7 +202,7 @@ class _Section(NamedTuple):
 
 
 def _first_section(text: str) -> _Section | None:
-    """What marks of any kind enclose at the beginning of a text; None where it begins with none."""
+    """Return the section in marks of any kind at the beginning of a text; None if it begins with no mark."""
     readers: tuple[Callable[[str], _Section | None], ...] = (
         _special_section,
         _tag_section,
@@ -217,7 +226,7 @@ def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Sec
         rest = ""  # it opens again, and does not close
     marks = f"{begin[0].strip()} {end[0].strip()}"
     inside = text[begin.end() : end.start()]
-    is_named = bool(NAMES_THINKING.search(begin[0]) or FIRST_WORD.match(inside))
+    is_named = bool(NAMES_THINKING.search(begin[0]) or THINKING_LINE.match(inside))
     return _Section(inside, rest, marks, is_named)
 
 
@@ -235,7 +244,7 @@ def _special_section(text: str) -> _Section | None:
 
 
 def _core(token: str) -> str:
-    """The name in a special token without what says that it begins or ends: ``<|end_of_x|>`` is ``x``."""
+    """Return the name in a special token without words for begin and end: ``<|end_of_x|>`` is ``x``."""
     name = token.strip("<>|/").lower().rstrip("0123456789")
     name = re.sub(r"^(?:begin|start|end)_(?:of_)?", "", name)
     return re.sub(r"_(?:begin|start|end)$", "", name)
@@ -296,14 +305,14 @@ def _fence_section(text: str) -> _Section | None:
 
 def _quote_section(text: str) -> _Section | None:
     """Quoted lines, which may be the answer itself."""
-    begin = QUOTE.match(text)
+    begin = QUOTED_LINES.match(text)
     if not begin:
         return None
     return _Section(begin[0], text[begin.end() :], "> (quoted lines)", is_named=False)
 
 
 def _without_marks(text: str) -> str:
-    for begin, end in MARKS:
+    for begin, end in THINKING_MARKS:
         text = text.replace(begin, "").replace(end, "")
     return text.strip()
 

@@ -35,7 +35,7 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
-from posbench.run.replies import STAGE, ReplyBatches
+from posbench.run.replies import EVALUATE_STAGE, ReplyBatches
 from posbench.run.reply_rows import (
     FIELDS_OF_EXAMPLE,
     FIELDS_OF_SCORE,
@@ -311,7 +311,7 @@ def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> li
     """
     counts = Counter((row.get("method"), row.get("id")) for row in rows)
     questions = split_into_rounds(run.evaluation, 1)
-    stopped = run.out.stage(STAGE).get("stopped")
+    stopped = run.out.stage(EVALUATE_STAGE).get("stopped")
     faults = []
     if stopped:
         questions = [

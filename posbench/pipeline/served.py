@@ -32,8 +32,8 @@ from posbench.backends.delivery import (
 from posbench.backends.pacing import ServerSpeed, Timing
 from posbench.backends.served import (
     MAX_LISTED_MODELS,
-    PROBE,
-    PROBE_TOKENS,
+    PROBE_QUESTION,
+    SHORT_PROBE_TOKENS,
     Endpoint,
     ProbeTimeOver,
     is_on_this_machine,
@@ -441,7 +441,7 @@ def _prompts(
 ) -> dict[Api, Prompt]:
     """The short question in the form of a task's prompts, for each API."""
     return {
-        api: _prompt_maker(endpoint, encoder, example, api)(PROBE)
+        api: _prompt_maker(endpoint, encoder, example, api)(PROBE_QUESTION)
         for api, encoder in encoders.items()
     }
 
@@ -478,7 +478,7 @@ def sample_of_prompts(examples: Sequence[Example], window: int = NO_WINDOW) -> s
     characters = min(
         SAMPLE_CHARACTERS,
         max(longest, MIN_SAMPLE_CHARACTERS),
-        max(window - 4 * PROBE_TOKENS, window // 2),
+        max(window - 4 * SHORT_PROBE_TOKENS, window // 2),
     )
     # Short pieces have more beginnings and ends than prompts.
     count = min(len(examples), max(characters // PIECE_CHARACTERS, 1))

@@ -12,7 +12,7 @@ from posbench.pipeline.served import describe_endpoint, estimate_served, need_co
 from posbench.run.base import Run
 from posbench.run.budget import Spending, price_of
 from posbench.run.folder import PREDICTIONS
-from posbench.run.replies import STAGE
+from posbench.run.replies import EVALUATE_STAGE
 
 PROBE = "probe"
 """What was asked of a server before the questions, in the record of what a run spent."""
@@ -21,7 +21,7 @@ PROBE = "probe"
 def spending(config: Config, run: Run) -> Spending:
     """What a served run spent so far, killed sessions among it, and may spend."""
     rows = run.out.rows_without_error(PREDICTIONS)
-    recorded = run.out.status().get("spent", {}).get(STAGE, {})
+    recorded = run.out.status().get("spent", {}).get(EVALUATE_STAGE, {})
     read = sum(row.get("prompt_tokens") or 0 for row in rows)
     written = sum(row.get("reply_tokens") or 0 for row in rows)
     # What a killed session took stands in its rows alone, and what was not kept in the record alone.
@@ -34,7 +34,7 @@ def spending(config: Config, run: Run) -> Spending:
     recorded_usd = recorded.get("usd", 0.0)
     usd = max(price_of(read, written, price) or 0.0, recorded_usd)
     if usd > recorded_usd:
-        run.out.spend(STAGE, {"usd": usd - recorded_usd}, {})
+        run.out.spend(EVALUATE_STAGE, {"usd": usd - recorded_usd}, {})
     probe = _record_probe(config, run)
     tokens += probe.get("prompt_tokens", 0) + probe.get("reply_tokens", 0)
     usd += probe.get("usd", 0.0)

@@ -36,7 +36,7 @@ BIAS_LABELS = {
     "middle_drop": "middle drop (ends - lowest inner)",
 }
 
-SHARE_COLUMNS = {WHOLE_REPLY: "whole reply", **outcomes.METRICS}
+SHARE_COLUMNS = {WHOLE_REPLY: "whole reply", **outcomes.OUTCOME_METRICS}
 """Columns of the table by position: the score of the whole reply where the task's own reads its first line, and the
 shares of what is no answer."""
 

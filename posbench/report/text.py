@@ -30,7 +30,7 @@ from posbench.run.budget import money
 from posbench.run.folder import PREDICTIONS, PROVENANCE, open_run_dir
 from posbench.run.method import TYPED, typed_in_place
 from posbench.run.progress import duration
-from posbench.stats.findings import VERDICTS
+from posbench.stats.findings import FINDING_VERDICTS
 from posbench.stats.frames import (
     SERVED,
     UNMODIFIED,
@@ -427,8 +427,8 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
 
     Claims are the paper's, or our controls where the paper makes none.
     """
-    sentences = _list_claims(findings, VERDICTS[:2], MAX_LISTED)
-    undecided = tally_verdicts(main_claims(findings)["verdict"], VERDICTS[2:])
+    sentences = _list_claims(findings, FINDING_VERDICTS[:2], MAX_LISTED)
+    undecided = tally_verdicts(main_claims(findings)["verdict"], FINDING_VERDICTS[2:])
     if undecided and sentences:
         sentences.append(f"Undecided: {undecided}.")
     elif undecided:
@@ -441,7 +441,7 @@ def study_answer(findings: pd.DataFrame) -> str:
 
     Those are two of each verdict that decides, or one inconclusive one.
     """
-    claims = _list_claims(findings, VERDICTS[:2], 2, numbers=True)
+    claims = _list_claims(findings, FINDING_VERDICTS[:2], 2, numbers=True)
     if not claims:
         claims = _list_claims(findings, ("inconclusive",), 1, numbers=True)
     return " ".join([count_verdicts(findings), *claims])
@@ -515,7 +515,7 @@ def _on_models(models: Sequence[str], num_models: int) -> str:
     return " (both models)" if num_models == 2 else f" (all {num_models} models)"
 
 
-def tally_verdicts(verdicts: pd.Series, order: Sequence[str] = VERDICTS) -> str:
+def tally_verdicts(verdicts: pd.Series, order: Sequence[str] = FINDING_VERDICTS) -> str:
     """`3 hold, 1 inconclusive`: how often each verdict occurs, in this order."""
     counts = verdicts.value_counts()
     plural = {"holds": "hold", "agrees": "agree", "differs": "differ"}

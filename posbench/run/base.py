@@ -1,4 +1,4 @@
-"""What a search, a study or a stage receives."""
+"""The run object that every search, study and stage receives."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Run:
         console: Where progress and tables go.
         identity: Model, weights, code and kernel: part of every stage key.
         all_methods: Methods by name; empty unless the study measures them all.
-        model_identity: Of the identity, what tells the model: weights, precision, kernel.
-        method_files: Of each path that a method's constants name, a digest of what the file holds.
+        model_identity: The part of ``identity`` that concerns the model: weights, precision, kernel.
+        method_files: Content digest of each file that a method's constants name, by path.
         out: The claimed folder; not set while the config is checked.
-        shard: Of the rows that several processes make, those that this process makes.
-        main_out: The run's own folder, where ``out`` is that of a shard.
+        shard: The shard of the rows that this process makes.
+        main_out: The run's own folder if ``out`` is a shard's folder.
         workers: Processes that make the other shards.
-        deadline: When replies must be there, where the run has a budget of time.
-        server: What the server of the model takes and gives; None: it was not asked, or there is none.
+        deadline: Deadline of the replies, if the run has a time budget.
+        server: Probed profile of the model's server; None: not probed, or no server.
         spending: Tokens and money that requests to the server took.
     """
 
@@ -102,14 +102,14 @@ class Run:
 
     @cached_property
     def backend(self) -> Backend:
-        """What answers for a model that is not in this process."""
+        """The backend of a model that is not in this process."""
         from posbench.backends.choice import make_backend
 
         return make_backend(self.model, self.server)
 
     @cached_property
     def encoder(self) -> Encoder:
-        """What makes prompts: the model, or of a served one its tokenizer, if it is known."""
+        """The encoder of prompts: the model, or a served model's tokenizer, if it is known."""
         if self.model.in_process:
             return self.lm
         from posbench.backends.base import text_encoder
@@ -136,7 +136,7 @@ class Run:
 
     @cached_property
     def prompts(self) -> PromptBatcher:
-        """What encodes examples and groups them into batches."""
+        """Encodes examples and groups them into batches."""
         return PromptBatcher(
             self.encoder,
             self.task,
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def reads_items(self) -> bool:
-        """Whether a method of the run reads where the items of prompts stand."""
+        """Whether a method of the run reads the positions of the items of a prompt."""
         choices = [self.method.choice, *self.all_methods.values()]
         return any(choice.reads_items for choice in choices)
 
@@ -163,7 +163,7 @@ class Run:
 
     @cached_property
     def meter(self) -> StageMeter:
-        """What measures the stages."""
+        """Measures the stages."""
         price = None if self.model.in_process else self.model.price
         return StageMeter(self._loaded_model, price)
 
@@ -171,7 +171,7 @@ class Run:
         """Return the same run with another folder, where its rows go and resume; the model is shared."""
         other = copy.copy(self)
         other.out = out
-        vars(other).pop("rows", None)  # they are those of the other folder
+        vars(other).pop("rows", None)  # read from the other folder
         return other
 
     @contextmanager
@@ -179,12 +179,12 @@ class Run:
         """Show progress while the block runs; its time and tokens make the tokens per second.
 
         Args:
-            label: What is done.
+            label: Name of the work.
             total: Number of parts.
             done: Parts that an earlier session did.
 
         Yields:
-            What the block calls with the number of parts that it did.
+            A function to call with the number of finished parts.
         """
         interval = self.runtime.log_every
         model = self._loaded_model()
@@ -221,7 +221,7 @@ class Run:
 
         Args:
             file: Name of the JSON-lines file.
-            settings: What moves these rows, beside model and task.
+            settings: Further settings on which these rows depend, besides model and task.
 
         Returns:
             The key of model, task and settings under which the rows may be shared.

@@ -52,13 +52,12 @@ Prompts = Mapping[str, Encoded]
 """Prompts by the id of their example."""
 
 BATCHES_PER_GROUP = 2
-"""A group has at most the tokens of so many batches: a killed run repeats one group's prefill, and groups are
-what processes share out."""
+"""Most tokens of a group, in full batches: a killed run repeats one group's prefill, and processes share out groups."""
 
 
 MIN_SAVED_SHARE = 0.1
-"""Prompts under one method share a prefill where that saves this share of their tokens: keeping and gathering what is
-shared takes about as long as computing so much."""
+"""Smallest share of tokens that a shared prefill must save: storing and gathering costs about the same time as
+computing them."""
 
 
 class AskedPrompt(NamedTuple):
@@ -117,7 +116,7 @@ class _Prefills:
         return [self._encoded[e.id].ids[:-1] for e in examples]
 
     def prefix(self, group: PrefillGroup, ids: list[str]) -> Prefix | None:
-        """The prefix of some examples of a group, which is prefilled where it is a new one; None: nothing is shared."""
+        """Return the prefix of some examples of a group, prefilled if it is new; None if nothing is shared."""
         if self._group is not group:
             self._group = None
             self._store = None
@@ -180,7 +179,7 @@ class BatchPlan(Plan):
         lm: The model.
         runtime: Sizes of batches, and memory for shared prefills.
         encoded: As given.
-        notes: What shares no prefill, and why.
+        notes: Which methods share no prefill, and why.
         requested_tokens: Prompt tokens of the batches that were run.
     """
 
@@ -204,7 +203,7 @@ class BatchPlan(Plan):
         self._groups: list[PrefillGroup] = []
         # By the id() of a subject and by decoding: subjects have no hash.
         self._computations: dict[tuple[int, Decoding], str] = {}
-        # By the id() of a subject whose method rewrites prompts, what it asks, by the id of the example.
+        # Rewritten prompts, by id() of the subject and by id of the example.
         self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
         for subject in subjects:
             if subject.method.rewrites and self.lm.device.type != "meta":
@@ -363,7 +362,7 @@ class BatchPlan(Plan):
             num_packs += 1
 
     def _prompt_copies(self, members: Sequence[Subject]) -> int:
-        """How many times a batch of several methods needs the memory of its prompts."""
+        """Return how many copies of its prompts' memory a batch of several methods needs."""
         continuations = [continuation_of(subject.method) for subject in members]
         return prompt_copies(self.lm.model, [c for c in continuations if c is not None])
 
@@ -395,7 +394,8 @@ class BatchPlan(Plan):
     def _shareable_groups(
         self, examples: Sequence[Example]
     ) -> tuple[list[list[Example]], int | None]:
-        """Groups of examples that share a prefill, and the tokens of a batch; no groups where that cannot be."""
+        """Return groups of examples that share a prefill, and the tokens of a batch; no groups if sharing is not
+        possible."""
         share = self.runtime.share
         if not share or not examples:
             return [], None
@@ -424,9 +424,9 @@ class BatchPlan(Plan):
         return groups, batch_tokens
 
     def estimate(self, stage: str, answered: bool) -> WorkEstimate:
-        """Estimate, before any of it is done, what the plan asks of the model.
+        """Estimate in advance the work that the plan asks of the model.
 
-        :attr:`LM.tokens_read` will count as many computed tokens.
+        Its computed tokens equal the later count in :attr:`LM.tokens_read`.
 
         Args:
             stage: The stage.
@@ -447,7 +447,7 @@ class BatchPlan(Plan):
                 spans += computed_spans(prompts, batch)
         # Of each prompt, its length, and the tokens of its reply that are read again.
         decodings = list[tuple[int, int]]()
-        # Of each batch, its tokens, and those of the prefill that it goes on from.
+        # Tokens of each batch, and of the prefill that it continues.
         memory = [(0, 0)]
         decode_steps = 0
         for requests in self.batches:
@@ -535,7 +535,7 @@ class BatchPlan(Plan):
 
     @contextmanager
     def _announce(self, run: Run, stage: str) -> Iterator[None]:
-        """Print what shares no prefill, and after the block how many tokens sharing saved."""
+        """Print which methods share no prefill, and after the block the number of tokens that sharing saved."""
         tokens_before = self.lm.tokens_read
         for note in self.notes:
             run.console.print(f"{stage}: {note}", soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""The budget of a run: what it may take, and the deadline that its rounds of questions keep."""
+"""The budget of a run and the deadline that its rounds of questions keep."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d|prompts|tok|ktok|Mtok|usd)")
 """A number, and a unit of time, of tokens or of money, or ``prompts``."""
 TOKENS_PER_UNIT = {"tok": 1, "ktok": 10**3, "Mtok": 10**6}
 REPORT_SECONDS = 8.0
+"""Core-seconds reserved for tables, figures and the page."""
 MAX_REPORT_SHARE = 0.4
-"""Time that is kept for tables, figures and the page: so much of one core, at most this share of a budget."""
+"""Largest share of a time budget reserved for them."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take: a time, or a number of prompts, of tokens, or of the unit of money of ``model.price``.
+    """The limit of a run: a time, or a number of prompts or tokens, or an amount of money in the unit of
+    ``model.price``.
 
     Attributes:
         text: As the user typed it.
-        seconds: The time; None: it counts something else, as with the others.
+        seconds: The time; None (also below): another unit is limited.
         prompts: The number of prompts, all positions and methods.
         tokens: The number of tokens, read and written.
         usd: The money.
@@ -79,19 +81,19 @@ class Budget:
 
     @property
     def size(self) -> float:
-        """How much it is, in its unit."""
+        """Its amount, in its unit."""
         return self.amount[1]
 
 
 def price_of(
     read: float, written: float, price: tuple[float, float] | None
 ) -> float | None:
-    """Return what tokens cost that are read and written; None where the price is not known.
+    """Return the cost of tokens read and written; None if the price is not known.
 
     Args:
         read: Tokens of prompts.
         written: Tokens of replies, thinking among them.
-        price: Of a million of each.
+        price: Price per million tokens read and written.
     """
     if price is None:
         return None
@@ -99,16 +101,16 @@ def price_of(
 
 
 class Spending(StopRule):
-    """Tokens and money that requests to a server took, and whether a budget has room for more.
+    """Tokens and money spent on requests to a server, and whether a budget allows more.
 
     Its methods may be called from several threads.
 
     Args:
-        budget: What may be spent; None, or a time or a number of prompts: as much as the run takes.
-        price: Of a million tokens read and written; None: not known.
-        tokens: Tokens that earlier sessions took.
-        usd: Money that they took.
-        expected: What a request takes, about, in the budget's unit: before the first one is made.
+        budget: The limit; None, or a budget of time or prompts: no limit on spending.
+        price: Price per million tokens read and written; None: not known.
+        tokens: Tokens of earlier sessions.
+        usd: Money of earlier sessions.
+        expected: Estimate of a request in the budget's unit, used until the first one is done.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Spending(StopRule):
 
     @property
     def _limit(self) -> float | None:
-        """What may be spent, in the budget's unit."""
+        """Limit of the spending, in the budget's unit."""
         budget = self._budget
         if budget is None or (budget.tokens is None and budget.usd is None):
             return None
@@ -149,7 +151,7 @@ class Spending(StopRule):
         return limit is not None and self._spent >= limit
 
     def has_room(self, requests: int) -> bool:
-        """Return whether so many more requests fit beside those under way, by what those before took."""
+        """Return whether more requests fit in besides those under way, at the average of the earlier ones."""
         each = self._expected
         if self._made:
             each = self._made_amount / self._made
@@ -165,7 +167,7 @@ class Spending(StopRule):
             return True
 
     def add(self, read: int, written: int) -> None:
-        """Count what a request took."""
+        """Count the tokens and the cost of a request."""
         cost = price_of(read, written, self.price) or 0.0
         with self._lock:
             before = self._spent
@@ -176,7 +178,7 @@ class Spending(StopRule):
             self._under_way -= 1
 
     def __str__(self) -> str:
-        """What was spent, of how much."""
+        """The amount spent, and the limit."""
         text = f"{self.tokens:,} tokens"
         if self._budget and self._budget.tokens is not None:
             text += f" of {self._budget.text}"
@@ -220,9 +222,9 @@ class Stopwatch:
         return self.used_before + self.seconds
 
     def report_seconds(self, budget: float) -> float:
-        """Return the seconds to keep for what follows the last row.
+        """Return the seconds to reserve for the report after the last row.
 
-        They are more where this process had to share its cores so far, which one that waits for a server cannot tell.
+        They grow if this process had to share its cores so far (not measurable while it waits for a server).
 
         Args:
             budget: Seconds of the whole run.
@@ -238,11 +240,11 @@ class Deadline(StopRule):
     """Decides before each round of questions whether it still fits into the time of a run.
 
     The time of a round follows from the rounds that this session made, whichever is slower: all of them, or the
-    last one; so it holds on a machine whose speed changes.
+    last one; so the deadline holds on a machine whose speed changes.
 
     Args:
         seconds: The time of the run.
-        watch: Measures it.
+        watch: Measures the time.
     """
 
     def __init__(self, seconds: float, watch: Stopwatch) -> None:
@@ -283,7 +285,7 @@ class Deadline(StopRule):
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left but that of tables, figures and page."""
+        """Whether only the time of tables, figures and page is left."""
         return (
             self.watch.total + self.watch.report_seconds(self.seconds) >= self.seconds
         )
@@ -299,6 +301,6 @@ class Deadline(StopRule):
 
 
 def half_width(questions: int) -> float:
-    """Half the width of the 95 % interval of a share of so many questions, at its widest: half of them right."""
+    """Return half the width of the 95 % interval of a share of ``questions``, at its widest (half right)."""
     low, high = wilson(questions / 2, questions)
     return (high - low) / 2

@@ -40,7 +40,7 @@ def find(
     Args:
         outputs: Folder of all runs.
         suite: The experiment's, study's or task's folder in it.
-        version_key: What all runs of one version folder share.
+        version_key: Key that all runs of a version folder share.
         name: Name of the run's folder.
 
     Raises:
@@ -75,15 +75,14 @@ def claim(
 ) -> Iterator[RunDir]:
     """Claim ``outputs/suite/vNNN/name`` for this process.
 
-    The version folder is the one that holds this run, else the newest whose key equals ``version_key``, else
-    a new one: what lies in one version was made by the same code. A new run folder appears at once, with
-    ``config.yaml`` and ``provenance.json``. A finished run in a folder that cannot be written is yielded
-    without a lock: it can be read.
+    The version folder is the one that holds this run, else the newest whose key equals ``version_key``, else a new one:
+    all runs in a version were made by the same code. A new run folder appears at once, with ``config.yaml`` and
+    ``provenance.json``. A finished run in a folder that cannot be written is yielded without a lock: it can be read.
 
     Args:
         outputs: Folder of all runs.
         suite: The experiment's, study's or task's folder in it.
-        version_key: What all runs of one version folder share.
+        version_key: Key that all runs of a version folder share.
         name: Name of the run's folder.
         config: Recorded in a new run folder.
         provenance: Recorded in a new run folder.
@@ -203,7 +202,7 @@ def _find_or_make_version(
 
 
 def _empty_folder(folder: Path) -> Path:
-    """Make an empty folder; what a killed process left in it is removed."""
+    """Make an empty folder; remove the files that a killed process left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder

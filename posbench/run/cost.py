@@ -1,6 +1,6 @@
-"""What work costs a model: tokens, operations, bytes, and time on a device.
+"""Cost model of a run: tokens, operations, bytes, and time on a device.
 
-Operations follow from a closed form, as prompts are not run for an estimate; the tests hold it against torch's
+Operations follow from a closed form, as prompts are not run for an estimate; the tests compare it with torch's
 FlopCounterMode.
 """
 
@@ -17,7 +17,7 @@ from posbench.tasks import Example
 
 
 class StudyWorkload(NamedTuple):
-    """How much a study or a search reads at most, of prompts that are about equally long and of other texts.
+    """Upper bound of the tokens that a study or a search reads, in prompts of about equal length and in other texts.
 
     Attributes:
         prompts: Prompts read in full.
@@ -37,7 +37,7 @@ class StudyWorkload(NamedTuple):
 
 
 class InspectionPasses(NamedTuple):
-    """How often a study reads each of some prompts to look inside the model, and how often it is answered.
+    """Forward passes with which a study inspects the model on each prompt, and replies to it.
 
     Attributes:
         examples: The prompts.
@@ -53,23 +53,24 @@ class InspectionPasses(NamedTuple):
 
 
 LIGHT_PARAMETERS = 10_000_000
-"""A model with fewer parameters is not timed before a run without a budget: an hour of it is rare."""
+"""Models with fewer parameters are not timed before a run without a budget: they rarely take an hour."""
 
 
 @dataclass(frozen=True)
 class WorkEstimate:
-    """What a stage asks of the model at most, of all its methods together.
+    """Upper bound of the work that a stage asks of the model, all its methods together.
 
     Attributes:
         stage: The stage.
         prompts: Number of prompts.
         tokens: Tokens of these prompts, each counted in full.
-        computed_tokens: Of them, those computed where prefills are shared.
+        computed_tokens: Tokens computed, with shared prefills counted once.
         attention_pairs: Pairs of a computed token and a token that it attends to, itself among them.
         decode_steps: Steps of generation: a token of each reply of a batch.
-        decoded_tokens: Tokens of replies that the model reads again: all but the last ones.
-        decoded_pairs: Attention pairs of these.
-        batch_tokens: Tokens of a batch, padding and reply counted, where that and ``prefix_tokens`` are most.
+        decoded_tokens: Reply tokens that the model reads again: all but the last of each reply.
+        decoded_pairs: Attention pairs of the decoded tokens.
+        batch_tokens: Tokens, with padding and replies, of the batch for which their sum with ``prefix_tokens`` is
+            largest.
         prefix_tokens: Tokens of the shared prefill that this batch goes on from.
     """
 
@@ -85,7 +86,7 @@ class WorkEstimate:
     prefix_tokens: int = 0
 
     def times(self, factor: float) -> WorkEstimate:
-        """Return ``factor`` times this work; batches stay as large as they are."""
+        """Return ``factor`` times this work, with batches of unchanged size."""
         return replace(
             self,
             prompts=round(self.prompts * factor),
@@ -98,21 +99,25 @@ class WorkEstimate:
         )
 
 
+# An H100 SXM by NVIDIA's data sheet.
 H100_FLOPS = 989e12
+"""Dense operations per second in bfloat16."""
 H100_BANDWIDTH = 3.35e12
+"""Bytes per second."""
 H100_MEMORY = 80e9
-"""An H100 SXM by NVIDIA's data sheet: operations a second in bfloat16, dense; bytes a second; bytes."""
+"""Bytes."""
 COMPUTE_SHARE = 0.4
+"""Assumed share of the operations per second reached in prefills."""
 BANDWIDTH_SHARE = 0.6
+"""Assumed share of the bandwidth reached in generation."""
 MEMORY_SHARE = 0.9
-"""Assumed: shares of the first in prefills, of the second in generation, of the third that is used."""
+"""Assumed share of the memory that can be used."""
 STEP_SECONDS_OF_A_LAYER = 0.7e-3
-"""Measured on an H200, 22 to 29 ms of 32 layers: a step of generation waits for the program, however little it
-computes."""
+"""Overhead of a generation step per layer, waiting for Python: 22 to 29 ms for 32 layers, measured on an H200."""
 
 
 class Speed(NamedTuple):
-    """What work takes on this machine, as measured.
+    """Measured speed of this machine.
 
     Attributes:
         operation: Seconds per operation of a prefill.
@@ -135,8 +140,8 @@ class Costs:
 
     Attributes:
         parameters: All parameters.
-        body_parameters: Those that every token passes: without embedding and output.
-        output_parameters: Those of the output.
+        body_parameters: Parameters without embedding and output.
+        output_parameters: Parameters of the output layer.
         layers: Number of layers.
         query_width: Width of all query heads of a layer.
         cache_numbers: Numbers in the KV cache of a token.

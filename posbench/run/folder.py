@@ -1,4 +1,4 @@
-"""One run folder: bookkeeping, rows with checksums, a manifest of all files, and what of them is damaged."""
+"""One run folder: bookkeeping, rows with checksums, a manifest of all files, and the check for damaged files."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ log = logging.getLogger(__name__)
 RowKey = tuple[Any, ...]
 """Values of the fields that identify a row."""
 Proofs = Mapping[RowKey, Mapping[str, Any]]
-"""What each row of a run carries to prove that it is the run's, by the row's key."""
+"""By the key of each row, the fields that prove that it belongs to this run."""
 State = Literal["running", "done", "failed", "incomplete", "mixed"]
-"""What ``status.json`` says of a run."""
+"""State of a run in ``status.json``."""
 MIXED: Final = "mixed"
-"""State of a run that a file changed under: its rows may stem from either content, so none of them is used."""
+"""State of a run during which a file changed: rows may stem from either content, so none is used."""
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 STATUS = "status.json"
 MANIFEST = "manifest.json"
 DONE = "DONE"
 OTHER_HARDWARE = "other_hardware"
-"""Field of the provenance: further machines that made rows; they agree with the first one up to rounding."""
+"""Field of the provenance: further machines that made rows; rows agree with the first machine's up to rounding."""
 AUDIT = "audit"
-"""Field of the provenance: what came of making rows again plainly."""
+"""Field of the provenance: result of recomputing rows without optimisations."""
 PREDICTIONS = "predictions.jsonl"
 """Every reply of the evaluation, with its prompt's id, its method and its score."""
 RESCORED = "rescored"
 """Field of the record of the predictions: whether ``posbench rescore`` changed scores."""
 JOBS = "jobs.json"
-"""What a sweep ran: it marks the folder of a sweep, as :data:`CONFIG` marks that of a run."""
+"""List of the jobs of a sweep: it marks a sweep's folder, as :data:`CONFIG` marks a run's."""
 SUBMITTED = ".submitted.json"
 """A list of the times that the run was submitted. Hidden, so no part of its results."""
 ROWS = ".jsonl"
 NUMBER_FILES = (ROWS, ".csv", ".json", ".yaml")
-"""Kinds of files that numbers are read from: an added one damages a finished run too."""
+"""Suffixes of files that numbers are read from: even an added one damages a finished run."""
 REDRAWN_FILES = ("figures/", "report.html")
-"""What ``posbench report`` makes again from the other files."""
+"""Files that ``posbench report`` makes again from the others."""
 DIGITS_OF = {"usd": 6}
-"""Digits behind the point of what a stage took, where they are more than two."""
+"""Decimals of the amounts spent by a stage, where they are more than two."""
 MAX_LISTED_RUNS = 8
 MAX_LISTED_FILES = 4
 
@@ -141,7 +141,7 @@ class RunDir:
         return str(facts.get("command", ""))
 
     def status(self) -> Row:
-        """Return the run's state, and what is recorded of its stages."""
+        """Return the run's state and the records of its stages."""
         return {"state": "running", "stages": {}} | self.facts(STATUS)
 
     def stage(self, name: str) -> Row:
@@ -178,8 +178,8 @@ class RunDir:
 
         Args:
             state: ``done`` also writes the manifest, and DONE last.
-            error: What stopped the run.
-            seconds: Wall time of this session, added to that of earlier sessions (but killed ones).
+            error: The error that stopped the run.
+            seconds: Wall time of this session, added to the time of earlier sessions (killed ones not counted).
         """
         self.add_seconds(seconds)
         self.write_facts(STATUS, self.status() | {"state": state, "error": error})
@@ -187,7 +187,7 @@ class RunDir:
             self.seal(self.command)
 
     def add_seconds(self, seconds: float) -> None:
-        """Add wall time to that of earlier sessions."""
+        """Add wall time to the time of earlier sessions."""
         status = self.status()
         total = round(status.get("seconds", 0) + seconds, 1)
         self.write_facts(STATUS, status | {"seconds": total})
@@ -195,7 +195,7 @@ class RunDir:
     def spend(
         self, stage: str, amounts: Mapping[str, float], peaks: Mapping[str, int]
     ) -> None:
-        """Add what a session took for a stage to the record ``spent``.
+        """Add the costs of a stage in this session to the record ``spent``.
 
         Args:
             stage: The stage.
@@ -275,10 +275,10 @@ class RunDir:
             self._seal(str(manifest["command"]), names)
 
     def damaged(self, only: Sequence[str] | None = None) -> list[str]:
-        """Return the names of files that are not what the run left.
+        """Return the names of files that changed since the run wrote them.
 
-        A finished run is compared with its manifest, an unfinished one with what its stages recorded. Of rows
-        only a search's are among the latter: all rows carry checksums.
+        A finished run is compared with its manifest, an unfinished one with the records of its stages. These include of
+        all rows only a search's: every row carries a checksum.
 
         Args:
             only: Names of the files to look at; None: all.
@@ -444,7 +444,7 @@ class RunDir:
         return read_rows(self.path / name, self.id)[0]
 
     def rows_without_error(self, name: str) -> list[Row]:
-        """Return those of :meth:`rows` that did not fail."""
+        """Return the rows of a file (:meth:`rows`) that did not fail."""
         return [row for row in self.rows(name) if "error" not in row]
 
     def num_torn_rows(self, name: str) -> int:
@@ -484,12 +484,12 @@ class RunDir:
     def proven_rows(
         self, name: str, fields: Sequence[str], proofs: Proofs
     ) -> list[Row]:
-        """Return the rows of a file; those that carry another proof than this run's rows do are dropped from it.
+        """Return the rows of a file that are proven to be this run's, and drop the others from it.
 
         Args:
             name: Name of the JSON-lines file.
             fields: Names of the fields that identify a row.
-            proofs: By the values of these fields, what the row carries where it is this run's.
+            proofs: By the values of these fields, the proof that this run's row carries.
         """
         kept = []
         unproven = []
@@ -539,18 +539,18 @@ def was_rescored(run: RunDir) -> bool:
 
 
 def is_proven(row: Row, proof: Mapping[str, Any]) -> bool:
-    """Return whether a row carries what it has to prove itself by."""
+    """Return whether a row carries its proof."""
     return all(row.get(name) == value for name, value in proof.items())
 
 
 def warn_of_unproven(
     file: Path, unproven: Sequence[tuple[Row, Mapping[str, Any]]]
 ) -> None:
-    """Say that rows of a file are passed over, and by what the first one differs.
+    """Report that rows of a file are ignored, and how the first one differs.
 
     Args:
         file: The file.
-        unproven: Each of these rows, and what it should carry.
+        unproven: Each of these rows, and the proof that it should carry.
     """
     row, proof = unproven[0]
     field = next(name for name, value in proof.items() if row.get(name) != value)
@@ -564,7 +564,7 @@ def run_id(version_key: Mapping[str, Any], name: str) -> str:
 
 
 def recorded_run_ids(folder: Path) -> list[str]:
-    """Return the run ids that a folder's bookkeeping files carry: all the same, if none is damaged."""
+    """Return the run ids in a folder's bookkeeping files: all equal if none is damaged."""
     files = (STATUS, PROVENANCE, MANIFEST)
     run_ids = (RunDir(folder).facts(name).get("run") for name in files)
     return [str(run_id) for run_id in run_ids if run_id]
@@ -635,7 +635,7 @@ def open_run(folder: Path) -> RunDir:
 
 
 def json_text(data: Any) -> str:
-    """What :meth:`RunDir.write_json` writes of data."""
+    """Return the text that :meth:`RunDir.write_json` writes for data."""
     return json.dumps(data, indent=2, sort_keys=True, default=str) + "\n"
 
 
@@ -644,7 +644,7 @@ def open_undamaged(
 ) -> RunDir:
     """Open a run or a sweep whose files are as it left them.
 
-    Of an unfinished run only what its finished stages wrote can be checked, which is logged.
+    Of an unfinished run only the files of finished stages can be checked, which is logged.
 
     Args:
         folder: The folder.

@@ -1,6 +1,6 @@
-"""A sign of life: what a command does now, said where nothing else was printed for a while.
+"""A sign of life: prints the current activity of a command after a silence.
 
-Loops over rows have :mod:`posbench.run.progress`; this is for all between them: libraries, files, prompts, plans.
+Loops over rows have :mod:`posbench.run.progress`; this covers the time between them: libraries, files, prompts, plans.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from posbench.run import progress
 from posbench.run.progress import duration
 
 SILENT_SECONDS = 7.0
-"""Seconds without a line after which the activity is said."""
+"""Seconds without a line after which the activity is printed."""
 INTERVAL_SECONDS = 30.0
-"""Seconds between lines about one activity, where the run does not set them."""
+"""Default of the seconds between lines about one activity."""
 LOOK_SECONDS = 0.5
 
 
 @dataclass
 class Activity:
-    """What a command does, from the start of a block to its end.
+    """An activity of a command, which lasts as long as a block runs.
 
     Attributes:
-        text: Says it in words.
+        text: Describes it.
         began: Start, by the clock of :mod:`posbench.run.progress`.
-        is_timed: Whether its time is said, too.
+        is_timed: Whether its time is printed, too.
         is_said: Whether a line about it was printed.
     """
 
@@ -44,12 +44,12 @@ class Activity:
 
 @dataclass
 class Heartbeat:
-    """Says what is being done where nothing was printed for :data:`SILENT_SECONDS`.
+    """Prints the current activity after :data:`SILENT_SECONDS` without output.
 
     Attributes:
         say: Prints a line.
-        interval: Seconds between lines about the same activity; 0: nothing is said.
-        activities: What is being done, the innermost last.
+        interval: Seconds between lines about the same activity; 0: no lines.
+        activities: Current activities, the innermost last.
         num_bars: Loops that show a bar on a terminal now.
     """
 
@@ -66,7 +66,7 @@ class Heartbeat:
         self._last_sign = progress.clock()
 
     def look(self) -> None:
-        """Say what is being done, if it is time to."""
+        """Print the current activity, if it is time to."""
         if not self.interval or self.num_bars or not self.activities:
             return
         now = progress.clock()
@@ -88,7 +88,7 @@ _current: list[Heartbeat] = []
 
 @contextmanager
 def beating(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what :func:`doing` names while the block runs; inside another such block nothing is added.
+    """Print the activities named by :func:`doing` while the block runs; a nested block changes nothing.
 
     Args:
         say: Prints a line.
@@ -106,7 +106,7 @@ def beating(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def set_interval(seconds: float) -> None:
-    """Let so many seconds lie between lines about one activity; 0: nothing is said."""
+    """Set the seconds between lines about one activity; 0: no lines."""
     for heartbeat in _current:
         heartbeat.interval = seconds
 
@@ -118,17 +118,17 @@ def sign_of_life() -> None:
 
 
 def is_beating() -> bool:
-    """Return whether this process says what it does."""
+    """Return whether this process prints its activities."""
     return bool(_current)
 
 
 @contextmanager
 def doing(text: str | Callable[[], str], is_timed: bool = True) -> Iterator[None]:
-    """Name what a block does, for as long as it runs.
+    """Name the activity of a block while it runs.
 
     Args:
-        text: What it does, or what says so each time.
-        is_timed: Whether the time that it takes is said, too.
+        text: The activity, or a function that returns its current description.
+        is_timed: Whether its time is printed, too.
     """
     if not _current:
         yield

@@ -29,7 +29,7 @@ def read_rows(file: Path, run_id: str) -> tuple[list[Row], int]:
 
     Args:
         file: The file; it may be absent.
-        run_id: Rows of another run are invalid; empty accepts those of any run.
+        run_id: Rows of another run are invalid; empty accepts rows from any run.
 
     Returns:
         The valid rows without ``run`` and ``sum``, and the number of invalid lines: torn, damaged, or of

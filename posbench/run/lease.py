@@ -27,10 +27,10 @@ from posbench.files.parse import parse_json
 from posbench.schema import check_shape
 
 ONE_PROCESS = "one process at a time"
-"""What a run folder allows that another process owns."""
+"""Allowed value in the error for a run folder that another process owns."""
 LEASE_SECONDS = 120.0
-"""Seconds of silence after which a process of another machine may take a lock over: longer than a client of
-NFS believes its cache (60 seconds), and a renewal."""
+"""Seconds without renewal after which a process on another machine may take over a lock: longer than an NFS client
+trusts its cache (60 seconds), plus a renewal."""
 RENEWALS_PER_LEASE = 6
 FREE = ".free"
 LeaseHolder = tuple[str, int, str]
@@ -99,7 +99,7 @@ class Lease:
             raise MachineError("lock", str(self.file), allowed, hint)
 
     def free(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         self._released.set()
         with suppress(FileNotFoundError):  # another process took it
             self.file.rename(f"{self.file}{FREE}")
@@ -159,7 +159,7 @@ def need_owned(folder: Path) -> None:
 
 
 def _lock_folder(run_folder: Path) -> Path:
-    """Where the lock of a run folder lies: beside it, as it is taken before there is a run folder."""
+    """Return the path of a run folder's lock: next to the folder, as the lock is taken before the folder exists."""
     return run_folder.parent / ".locks" / f"{run_folder.name}.lock"
 
 
@@ -182,7 +182,7 @@ def _is_held(file: Path) -> bool:
         return False
     machine = None
     try:
-        # The time of an open file is the server's, not that of a cache.
+        # The time of an open file comes from the file server, not from a cache.
         with open(file) as stream:
             text = stream.read()
             renewed = os.fstat(stream.fileno()).st_mtime

@@ -1,4 +1,4 @@
-"""What the stages of a run take: seconds, tokens, memory."""
+"""Measure the stages of a run: seconds, tokens, memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from posbench.backends.base import Backend
 
 STAGES_WITH_TOKENS = ("intervene", "evaluate")
-"""Stages whose tokens a second are known: a search tries many candidates on one reading of a prompt, and a
-study may feed the model by itself."""
+"""Stages whose tokens per second can be measured: a search tries many candidates on one prefill, and a study may call
+the model directly."""
 
 
 class StageMeter:
     """Measures the stages of a run.
 
     Args:
-        loaded_model: Returns the model that counts tokens; None as long as it is not loaded.
-        price: Of a million tokens read and written; None: not known.
+        loaded_model: Returns the model that counts tokens; None until it is loaded.
+        price: Price per million tokens read and written; None: not known.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StageMeter:
 
     @contextmanager
     def stage(self, name: str, out: RunDir) -> Iterator[None]:
-        """Record in the run folder what a stage takes, also one that fails."""
+        """Record in the run folder the costs of a stage, even if it fails."""
         started = time.monotonic()
         self._loops = {}
         try:
@@ -53,10 +53,10 @@ class StageMeter:
                     self._loops.get("reply_tokens", 0),
                     self._price,
                 )
-                # A server that tells no tokens has no known cost.
+                # Without token counts from the server, the cost is unknown.
                 if cost is not None and self._loops.get("prompt_tokens"):
                     amounts["usd"] = cost
-            # On a full disk, the stage itself raises, or what follows it.
+            # On a full disk, the stage itself raises, or the next step.
             with suppress(OSError):
                 out.spend(name, amounts, peak_memory())
 
@@ -71,7 +71,7 @@ class StageMeter:
                 self._loops[name] = self._loops.get(name, 0) + now - before[name]
 
     def _counters(self) -> dict[str, float]:
-        """The clock, and what the model has read and written so far."""
+        """Return the clock, and the model's counts of tokens read and written so far."""
         model = self._loaded_model()
         return {
             "loop_seconds": time.monotonic(),

@@ -15,7 +15,7 @@ from posbench.stats.frames import SERVED, UNMODIFIED
 METHOD_FILE = "method.json"
 """The method under test with its parameters, in a run folder."""
 TYPED = "typed"
-"""In ``method.json``: parameters that the user typed and that differ from what the search of that run found."""
+"""In ``method.json``: parameters typed by the user that differ from the search's result."""
 
 
 @dataclass
@@ -26,10 +26,10 @@ class MethodUnderTest:
         choice: The method as the config names it, or a list of methods.
         target: The choice, or its part, whose parameters the search finds; None: there is no search.
         stand_ins: Legal values of the parameters that the search stage will find.
-        hint: What to do where a parameter is missing.
+        hint: Hint of the error for a missing parameter.
         blocks: The blocks of the model's file: constants of methods, each with its ``source``, by name.
         served: Whether the model is behind a server, which applies the method itself.
-        found_parameters: What the search found; set by :meth:`use`.
+        found_parameters: Result of the search; set by :meth:`use`.
     """
 
     choice: MethodChoice
@@ -59,7 +59,7 @@ class MethodUnderTest:
         return self.choice.build(self.found_parameters, self.target, self.hint)
 
     def trial(self) -> Method:
-        """Return the method with stand-ins for what the search will find, to check all else first.
+        """Return the method with stand-ins for the searched parameters, to check everything else first.
 
         Raises:
             UserError: A parameter is missing or wrong.
@@ -106,7 +106,7 @@ class MethodUnderTest:
         }
 
     def record(self) -> dict[str, Any]:
-        """Return name, parameters and source of the method, for ``method.json``, and what of it was typed."""
+        """Return name, parameters and source of the method, for ``method.json``, and which parameters were typed."""
         facts = {"name": self.choice.name, **asdict(self.build()), **self.origin()}
         if self.overridden:
             facts[TYPED] = self.overridden
@@ -136,6 +136,6 @@ class MethodUnderTest:
 
 
 def typed_in_place(record: Mapping[str, Any]) -> str:
-    """Say what of a ``method.json`` was typed in place of what the search found; empty where nothing was."""
+    """Describe the typed parameters in a ``method.json`` that replace the search's result; empty if there are none."""
     values = ", ".join(f"{k} {v}" for k, v in record.get(TYPED, {}).items())
     return f"typed in place of what was found: {values}" if values else ""

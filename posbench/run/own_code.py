@@ -15,7 +15,7 @@ from posbench.run.folder import PROVENANCE, RunDir
 CONFIG_DIR = "config_dir"
 """Field of the provenance: the absolute path of the --config-dir that a run was made with."""
 _chosen_folders: list[Path] = []
-"""The --config-dir of the verb that runs now, in place of what runs record; empty without one."""
+"""The --config-dir of the running verb, which replaces the recorded ones; empty without one."""
 
 
 @contextmanager
@@ -44,10 +44,10 @@ def config_dir_chosen() -> Path | None:
 
 
 def make_importable(run: RunDir) -> list[Path]:
-    """Let the classes of the user's own that a run's config names be imported.
+    """Make the user's own classes in a run's config importable.
 
     Returns:
-        The config folders of the run, for what reads their files.
+        The config folders of the run, for readers of their files.
 
     Raises:
         UserError: See :func:`import_from`.
@@ -57,7 +57,7 @@ def make_importable(run: RunDir) -> list[Path]:
 
 
 def import_from(recorded: str | None, config: Any, reader: str) -> list[Path]:
-    """Let the classes of the user's own that a config names be imported from a config folder.
+    """Make the user's own classes in a config importable from a config folder.
 
     That is the folder chosen for this verb, else the recorded one.
 

@@ -1,4 +1,4 @@
-"""What a stage asks: every example under every method, as requests in an order; what a run makes of them."""
+"""The plan of a stage: every example under every method, as requests in an order, and the rows made from them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Plan(ABC):
 
     @abstractmethod
     def proof(self, request: Request) -> Mapping[str, Any]:
-        """Return what the row of a request proves itself by: what was asked, and what answered."""
+        """Return the proof of a request's row: digests of the request and of the computation."""
 
     @abstractmethod
     def answer(self, batch: Sequence[Request]) -> list[Row]:
@@ -137,11 +137,11 @@ class Plan(ABC):
         return self._question_of[example.id]
 
     def schedule(self, rules: StopRules, run: Run, file: str) -> Schedule:
-        """Return the rounds in which the batches are asked, and what ends them."""
+        """Return the rounds in which the batches are asked, with their stop rules."""
         return Rounds(self, rules, run, file)
 
     def _announce(self, run: Run, stage: str) -> AbstractContextManager[None]:
-        """Print what a user has to know before and after the block in which the rows are made."""
+        """Print notes for the user before and after the block in which the rows are made."""
         return nullcontext()
 
     def complete(
@@ -154,14 +154,13 @@ class Plan(ABC):
         """Compute every row that a file of the run lacks, and return all rows.
 
         Of a shard, only its own rows are computed and returned. Where a rule ends the run, the file keeps the rows of
-        the questions that were asked at all positions under all methods. See
-        :meth:`posbench.run.rows.ResumableRows.complete`.
+        questions asked at all positions under all methods. See :meth:`posbench.run.rows.ResumableRows.complete`.
 
         Args:
             run: The run.
             file: Name of the JSON-lines file in its folder.
             stage: The stage.
-            rules: What may end the run; its :attr:`~StopRules.stop` then says where.
+            rules: Rules that may end the run; their :attr:`~StopRules.stop` then records where.
         """
         rules = rules or StopRules()
         proofs = self._proofs_of(run)
@@ -233,7 +232,7 @@ class Plan(ABC):
         return [example for example in self._examples if example.id in ids]
 
     def _proofs_of(self, run: Run) -> dict[RowKey, Mapping[str, Any]]:
-        """What the rows of a run prove themselves by, by method and id."""
+        """Return the proofs of a run's rows, by method and id."""
         return {
             tuple(request.key.values()): self.proof(request)
             for request in self.order
@@ -268,7 +267,7 @@ class Plan(ABC):
     def fill(self, run: Run, file: str, stage: str) -> None:
         """Compute the rows that the runs of the plan lack, and append each to the folder of its run.
 
-        What fails is logged, and left to the runs that it belongs to. A shard of one run is completed.
+        Failures are logged, and left to the runs of the failed rows. A shard of one run is completed.
 
         Args:
             run: The run that shows progress.
@@ -319,11 +318,11 @@ class Plan(ABC):
 
 
 class Rounds(Schedule):
-    """The rounds of a plan, asked as long as its rules let them be.
+    """The rounds of a plan, asked until a rule ends them.
 
     Args:
         plan: The plan.
-        rules: What may end the run, asked before each round but the first.
+        rules: Rules that may end the run, checked before each round but the first.
         run: The run.
         file: Name of the JSON-lines file in its folder.
     """

@@ -1,7 +1,7 @@
-"""Progress of long work, and how long it takes: a bar on a terminal, elsewhere a line now and then.
+"""Progress and remaining time of long work: a bar on a terminal, elsewhere a line now and then.
 
-rich.progress prints nothing on the way where output is no terminal, and its time left takes all parts for equally
-long, those of an earlier session among them.
+rich.progress prints no intermediate lines without a terminal, and its estimate assumes equally long parts, those of an
+earlier session included.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ FIRST_LINE_SECONDS = 8.0
 
 @dataclass
 class Progress:
-    """How many parts of some work are done, and how fast it goes.
+    """Number of finished parts of some work, and its speed.
 
     Attributes:
-        label: What is done.
+        label: Name of the work.
         total: Number of parts.
         weight: Work of all parts, from which the time left is estimated where parts differ much.
-        note: What is being done now.
-        done: Parts done so far, those of earlier sessions among them.
+        note: Current activity.
+        done: Parts done so far, earlier sessions included.
         began: Start, by :data:`clock`.
         tokens: Counts the tokens that a model has read; None: there is no model.
-        spent: Says what was spent so far; None: nothing is.
+        spent: Returns the spending so far as text; None: nothing is spent.
     """
 
     label: str
@@ -119,24 +119,24 @@ def progress(
     spent: Callable[[], object] | None = None,
     first_line: bool = True,
 ) -> Iterator[Progress]:
-    """Show the progress of work while the block runs; nothing where nothing is left to do.
+    """Show the progress of work while the block runs, unless nothing is left to do.
 
-    Where the console is no terminal it prints lines: one every so many seconds, one at the end, and one at
-    the start where something was done before.
+    Where the console is no terminal it prints lines: one every ``interval`` seconds, one at the end, and one at the
+    start if parts were done before.
 
     Args:
-        console: Where it is shown.
+        console: Shows the progress.
         interval: Seconds between lines; 0: no lines.
-        label: What is done.
+        label: Name of the work.
         total: Number of parts.
         done: Parts that an earlier session did.
         weight: Work of all parts; None: one a part.
         tokens: Counts the tokens that a model has read.
-        spent: Says what was spent so far.
+        spent: Returns the spending so far as text.
         first_line: Whether a line comes soon after the start, too.
 
     Yields:
-        What the block calls with the number of parts that it did.
+        A function to call with the number of finished parts.
     """
     all_weight = total if weight is None else weight
     work = Progress(label, total, all_weight, tokens=tokens, spent=spent)
@@ -172,11 +172,11 @@ def progress(
 def repeating(
     call: Callable[[], None], interval: float, first: float | None = None
 ) -> Iterator[None]:
-    """Call a function every so many seconds while the block runs.
+    """Call a function every ``interval`` seconds while the block runs.
 
-    One more call comes after the first ``first`` seconds, where that is given.
+    One more call comes after the first ``first`` seconds, if given.
 
-    A thread of its own does so: one batch of the block may take longer than that.
+    It is called in a thread of its own, since one batch may take longer than the interval.
     """
     ended = threading.Event()
 
@@ -190,7 +190,7 @@ def repeating(
             try:
                 call()
             except OSError:
-                return  # a closed pipe or a full disk: what the run prints next raises it
+                return  # a closed pipe or a full disk: the next print raises
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

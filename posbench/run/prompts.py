@@ -1,4 +1,4 @@
-"""From examples to encoded prompts to batches."""
+"""Encode the prompts of examples and group them into batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PromptBatcher:
     """Encodes prompts and groups them into batches of a size that the runtime sets.
 
     Attributes:
-        encoder: Makes tokens.
-        task: Asks the prompts.
+        encoder: Encodes prompts.
+        task: The task whose prompts they are.
         batch_size: Prompts of a batch at most.
         batch_tokens: Tokens of a batch at most, padding and reply counted; None: no limit.
-        reads_items: Whether a method reads where the items of prompts stand.
+        reads_items: Whether a method reads the positions of the items of a prompt.
     """
 
     encoder: Encoder
@@ -67,7 +67,7 @@ class PromptBatcher:
             method: The method.
 
         Raises:
-            UserError: The task cuts long documents, and the method moves what would be cut.
+            UserError: The task cuts long documents, and the method moves the parts that would be cut.
         """
         rewritten = []
         for example in examples:
@@ -98,8 +98,8 @@ class PromptBatcher:
             examples: The examples.
             encoded: Their prompts, by id.
             task: The task that asks them; None: the run's.
-            shape: What of a batch each prompt takes; None: a row. Without a limit it has as many tokens as the runtime
-                allows.
+            shape: Space that each prompt takes in a batch; None: a row. Without a limit of its own the runtime's
+                applies.
         """
         shape = shape or BatchShape()
         shape = shape._replace(max_tokens=shape.max_tokens or self.batch_tokens)
@@ -123,7 +123,7 @@ class PromptBatcher:
         Args:
             items: The items.
             length: Number of tokens of an item.
-            max_tokens: Tokens of a batch at most; None: as many as the runtime allows.
+            max_tokens: Tokens of a batch at most; None: the runtime's limit.
         """
         lengths = [length(item) for item in items]
         tokens = max_tokens or self.batch_tokens

@@ -1,4 +1,4 @@
-"""What a row proves itself by: digests of what was asked, and of what answered."""
+"""Proofs of rows: digests of the request and of the computation that answered it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from posbench.tasks import Example, Task
 REQUEST = "request"
 """Column of rows: a digest of the prompt's token ids, and of its choices."""
 COMPUTATION = "computation"
-"""Column of rows: a digest of what answered, by :func:`computation_digest`."""
+"""Column of rows: a digest of the computation, by :func:`computation_digest`."""
 DIGITS = 12
 
 Decoding = tuple[Any, ...]
-"""How a reply is decoded; empty where none is."""
+"""Settings that end and decode a reply; empty if none is generated."""
 
 
 def request_digest(ids: Sequence[int], choices: Sequence[str]) -> str:
@@ -33,7 +33,7 @@ def request_digest(ids: Sequence[int], choices: Sequence[str]) -> str:
 
 
 def decoding_of(task: Task, example: Example) -> Decoding:
-    """Return what decides when a reply ends, and how it is decoded; empty where choices are scored."""
+    """Return the settings that end and decode a reply; empty if choices are scored."""
     if example.choices:
         return ()
     return (
@@ -47,11 +47,11 @@ def decoding_of(task: Task, example: Example) -> Decoding:
 def computation_digest(
     run: Run, method: Method, decoding: Decoding = (), reported_model: str = ""
 ) -> str:
-    """Return a digest of what answers: weights, precision, kernel, method with its constants, decoding.
+    """Return a digest of the computation: weights, precision, kernel, method with its constants, decoding.
 
     Args:
         run: The run, with the identity of its model.
-        method: The method; of a file that a constant names, what it holds counts.
+        method: The method; a file that a constant names counts by its content.
         decoding: By :func:`decoding_of`.
         reported_model: The model that a server reports; empty where it reports none, or there is no server.
     """

@@ -18,7 +18,7 @@ from posbench.run.stop import StopRules
 from posbench.stats.outcomes import is_scorable
 from posbench.tasks import Example
 
-STAGE = "evaluate"
+EVALUATE_STAGE = "evaluate"
 
 
 def scored_replies(
@@ -35,14 +35,14 @@ def scored_replies(
         file: Name of the JSON-lines file in its folder.
         methods: The methods by name.
         encoded: The prompts by the id of their example.
-        rules: What may end the run before all are asked.
+        rules: Rules that may end the run early.
 
     Returns:
         The rows of each method, by its name.
     """
     subjects = [Subject(run, name, method) for name, method in methods.items()]
     plan = plan_replies(subjects, encoded)
-    rows = plan.complete(run, file, STAGE, rules)
+    rows = plan.complete(run, file, EVALUATE_STAGE, rules)
     return {name: [row for row in rows if row["method"] == name] for name in methods}
 
 

@@ -1,4 +1,4 @@
-"""The row of a reply: where its example comes from, what was asked and answered, and its scores."""
+"""The row of a reply: its example's source, request, reply and scores."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def prompt_digest(example: Example) -> str:
 
 
 def served_request_digest(example: Example) -> str:
-    """Return the digest of what a server is asked: of the text, as what tokens it makes of that is not known."""
+    """Return the digest of a request to a server: of its text, as the server's tokens are not known."""
     return request_digest(list(prompt_digest(example).encode()), example.choices)
 
 
 def make_row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
-    """The row of a reply: where its example comes from, the reply, its scores, and what was asked."""
+    """Return the row of a reply: its example's source, the reply, its scores, and the digest of the request."""
     scores = {}
     if reply["outcome"] == ANSWERED:
         scores = run.task.checked_score(example, str(reply["output"]))
@@ -45,7 +45,7 @@ def make_row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
 
 
 def _tokens_of_prompt(reply: Row) -> int | None:
-    """Tokens of one prompt as a server counts them; None where it does not tell."""
+    """Return the tokens of one prompt by a server's count; None if it does not count."""
     total = reply.get("prompt_tokens")
     return None if total is None else total // reply.get("requests", 1)
 
@@ -81,9 +81,9 @@ def row_of_reply(run: Run, example: Example, encoded: Encoded, recorded: Row) ->
 
 
 def rescored_row(task: Task, example: Example, row: Row) -> Row:
-    """A row of predictions.jsonl with the outcome and the scores that a task gives now.
+    """Return a row of predictions.jsonl with the outcome and the scores that a task gives now.
 
-    Only whether a reply holds an answer depends on the task: what was refused, say, stays so.
+    Only whether a reply holds an answer depends on the task: a refused prompt, say, stays refused.
     """
     if row.get("outcome") not in (ANSWERED, CUT):
         return row

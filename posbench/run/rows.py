@@ -22,7 +22,7 @@ Key = Callable[[Any], Mapping[str, Any]]
 """The fields that identify the row of an item."""
 
 Proof = Callable[[Any], Mapping[str, Any]]
-"""What the row of an item proves itself by: a row that carries something else is computed again."""
+"""Returns the proof of an item's row: a row with another proof is computed again."""
 
 Compute = Callable[[Sequence[Any]], list[Row]]
 """The rows of a batch of items, one per item, in order, without the fields that identify them."""
@@ -41,14 +41,14 @@ class IncompleteRun(Exception):
 
 
 class _Failures:
-    """What went wrong so far, and whether that ends the attempts.
+    """Failures so far, and whether they end the attempts.
 
     Args:
-        most_in_a_row: Failed batches one after another after which no more are tried; None: all are.
+        most_in_a_row: Consecutive failed batches after which no more are tried; None: no limit.
 
     Attributes:
         num_rows: Rows that failed.
-        obstacles: What ends the attempts, the first one first.
+        obstacles: Errors that end the attempts, in order.
     """
 
     def __init__(self, most_in_a_row: int | None) -> None:
@@ -82,12 +82,12 @@ class _Failures:
 
 
 class Schedule:
-    """The rounds in which the batches of a file are computed, and what leaves some of them out.
+    """The rounds in which the batches of a file are computed, some of which may be left out.
 
     This one has a single round, and leaves nothing out.
 
     Attributes:
-        most_failures: Failed batches one after another after which no more are tried; None: all are.
+        most_failures: Consecutive failed batches after which no more are tried; None: no limit.
     """
 
     most_failures: int | None = None
@@ -106,7 +106,7 @@ class Schedule:
 
 
 class _Attempt(NamedTuple):
-    """What became of a batch: its rows, which may be failed ones; or none."""
+    """Result of a batch: its rows, of which some may be failed ones; or none."""
 
     batch: Sequence[Any]
     rows: list[Row]
@@ -120,7 +120,7 @@ class ResumableRows:
     def __init__(self, out: RunDir, progress: ShowProgress) -> None:
         self.out = out
         self.progress = progress
-        # by file, the keys of its rows in the order in which they shall stand
+        # by file, the keys of its rows in their final order
         self._key_order = dict[str, list[RowKey]]()
 
     def complete(
@@ -137,28 +137,28 @@ class ResumableRows:
     ) -> list[Row]:
         """Compute every row that a file lacks, batch by batch, and return all rows.
 
-        A batch with a missing row is computed as a whole, so that a resumed run sees the same batches, and
-        hence the same rounding, as an uninterrupted one. Out of memory, a batch and all that follow are
-        halved. Rows are kept as soon as their batch is computed, so that a killed run repeats only the batches under
-        way. What stops the run (a key that is wrong, say) lets these end first, so that their rows are kept.
+        A batch with a missing row is computed as a whole, so that a resumed run sees the same batches, and hence the
+        same rounding, as an uninterrupted one. Out of memory, a batch and all that follow are halved. Rows are kept as
+        soon as their batch is computed, so that a killed run repeats only the batches under way. An error that stops
+        the run (a wrong key, say) lets these end first, so that their rows are kept.
 
         Args:
             file: Name of the JSON-lines file in the run folder.
-            label: What the progress bar says.
+            label: Label of the progress bar.
             batches: The items to compute where their rows are missing, round by round.
             key: Fields that identify the row of an item.
             compute: Rows of a batch, one per item, in order, without these fields.
-            order: All items in the order of their rows; None: those of the batches.
-            proof: What the row of an item proves itself by.
-            schedule: Rounds of the batches, and what leaves some out; None: one round of all.
+            order: All items in the order of their rows; None: the order of the batches.
+            proof: Returns the proof of an item's row.
+            schedule: Rounds of the batches; None: one round of all.
             workers: Batches that are computed at a time, each in a thread.
 
         Returns:
-            The rows in that order, but those that were left out.
+            The rows in that order, without those left out.
 
         Raises:
-            IncompleteRun: Some rows failed, or so many batches one after another that the others were not tried; failed
-                rows carry the error and are retried next time.
+            IncompleteRun: Some rows failed, or ``schedule.most_failures`` batches did and others were not tried;
+                failed rows carry the error and are retried next time.
         """
         schedule = schedule or Schedule()
         all_items = [item for batch in batches for item in batch]
@@ -271,7 +271,7 @@ class ResumableRows:
             )
         fields = list(keys[0]) if keys else []
         row_keys = [tuple(key.values()) for key in keys]
-        # Rows that were computed again stand last: they go where an undamaged run has them.
+        # Rows that were computed again are last in the file: sort them to their places in an undamaged run.
         key_order = self._key_order.setdefault(file, [])
         key_order += row_keys
         ranks = {row_key: rank for rank, row_key in enumerate(key_order)}
@@ -292,7 +292,7 @@ def _drained(queue: deque[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 
 @contextmanager
 def _threads(workers: int) -> Iterator[Callable[..., Iterable[_Attempt]]]:
-    """What maps a function over batches: several at a time, in threads, as they are done; or one after the other."""
+    """Yield a function that maps over batches: in threads, in order of completion; or one after the other."""
     if workers == 1:
         yield map
         return

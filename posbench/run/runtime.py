@@ -11,16 +11,16 @@ from annotated_types import Ge, Le
 from posbench.errors import UserError
 from posbench.schema import MAX_COUNT, Count, Positive, Threads, Tokens, Whole
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])(i?)B")
+MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])(i?)B")
 """A size as ``4GiB``, or with powers of 1000 as ``4GB``: number, prefix, and ``i`` for powers of 1024."""
-PREFIXES = " KMG"
+SIZE_PREFIXES = " KMG"
 NOT_LOCAL = ("memory", "partition", "account", "qos", "constraint", "setup", "more")
-"""Keys of a cluster that mean nothing for processes of this machine."""
+"""Keys of a cluster that do not apply to processes on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where ``posbench submit`` sends jobs, and what each asks for; moves no number.
+    """Where ``posbench submit`` sends jobs, and the resources of each; no result depends on it.
 
     The fields are the keys of ``runtime.cluster.*``.
     """
@@ -32,7 +32,7 @@ class Cluster:
     cpus: Count = 1  # of each job
     # of each job; from 1 up, ``runtime.device=auto`` is cuda
     gpus: Annotated[int, Ge(0), Le(64)] = 0
-    memory: Positive | None = None  # GB of each job; None: what the partition gives
+    memory: Positive | None = None  # GB of each job; None: the partition's default
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -115,7 +115,7 @@ class Runtime:
             raise UserError(
                 "runtime.until", self.until, allowed, "set runtime.workers=1"
             )
-        if self.share is not None and not SIZE.fullmatch(self.share):
+        if self.share is not None and not MEMORY_SIZE.fullmatch(self.share):
             allowed = "a size in KiB, MiB or GiB, or null"
             hint = "set runtime.share=4GiB, or runtime.share=null"
             raise UserError("runtime.share", self.share, allowed, hint)
@@ -124,7 +124,7 @@ class Runtime:
 
     def _check_max_memory(self, sizes: dict[int | str, str]) -> None:
         devices_valid = all(isinstance(key, int) or key == "cpu" for key in sizes)
-        sizes_valid = all(SIZE.fullmatch(size) for size in sizes.values())
+        sizes_valid = all(MEMORY_SIZE.fullmatch(size) for size in sizes.values())
         if not (self.device_map and devices_valid and sizes_valid):
             allowed = "null, or with device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
             hint = "set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}"
@@ -135,8 +135,8 @@ class Runtime:
         """``share`` in bytes; 0 where nothing is shared."""
         if self.share is None:
             return 0
-        match = SIZE.fullmatch(self.share)
+        match = MEMORY_SIZE.fullmatch(self.share)
         assert match is not None, "checked when it was made"
         number, prefix, binary = match.groups()
         base = 1024 if binary else 1000
-        return int(float(number) * base ** PREFIXES.index(prefix))
+        return int(float(number) * base ** SIZE_PREFIXES.index(prefix))

@@ -1,4 +1,4 @@
-"""The rule by which a run asks no more questions than it needs to tell the shape of a position bias."""
+"""Stop rule: no more questions than are needed to decide the shape of a position bias."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posbench.stats.sequential import FIRST_QUESTIONS, curve_intervals
 from posbench.stats.shape import FLAT, UNCLEAR, name_shape
 from posbench.tasks import Example
 
-MIN_POSITIONS = 3
+MIN_SHAPE_POSITIONS = 3
 
 
 class ShapeRule(StopRule):
@@ -31,7 +31,7 @@ class ShapeRule(StopRule):
         chance: Score of a guess, 0..1.
     """
 
-    keeps_rounds = True  # the shape is told from these
+    keeps_rounds = True  # the shape is computed from complete rounds
 
     def __init__(
         self, metric: str, method: str, examples: Sequence[Example], chance: float
@@ -86,7 +86,7 @@ class ShapeRule(StopRule):
 
 
 def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:
-    """Put the examples of a task together that are asked in one go: one at each gold position.
+    """Group the examples of a task that are asked together: one at each gold position.
 
     The n-th examples of all positions are the same question, or, where a task draws others for each position,
     questions that are independent of one another.
@@ -95,12 +95,12 @@ def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:
         examples: The examples in the order in which they are asked.
 
     Returns:
-        Ids, one at each gold position in order, tuple by tuple; none without three positions, or where a question
-        stands in several tuples, which would then depend on each other.
+        Tuples of ids, one at each gold position in order; none without three positions, or if a question is in several
+        tuples, which would then not be independent.
     """
     placed = [e for e in examples if e.gold_position is not None]
     positions = sorted({e.gold_position for e in placed if e.gold_position is not None})
-    if len(positions) < MIN_POSITIONS:
+    if len(positions) < MIN_SHAPE_POSITIONS:
         return []
     counts = Counter[tuple[str, int | None]]()
     tuples: dict[tuple[int, str], dict[int | None, str]] = {}

@@ -25,15 +25,15 @@ from posbench.run.stop import StopRules
 from posbench.tasks import Example
 
 FAILURES_IN_A_ROW = 3
-"""Failed requests one after another, for each thread, after which no more are sent."""
+"""Consecutive failed requests, for each thread, after which no more are sent."""
 COST_DIGITS = 9
-"""Digits behind the point of what a reply cost."""
+"""Decimals of the cost of a reply."""
 
 
 class ServedPlan(Plan):
     """Requests to a server, several at a time.
 
-    A question is asked at all its positions before the next one, so that what stops the run leaves questions whole.
+    A question is asked at all its positions before the next one, so that a stopped run has complete questions.
 
     Args:
         subjects: The methods, of one run.
@@ -125,7 +125,7 @@ class ServedPlan(Plan):
 
 
 class _Questions(Rounds):
-    """Rounds of a served run: a question is begun only where its rules leave room for all of it."""
+    """Rounds of a served run: a question is started only if its rules allow all its positions."""
 
     def __init__(self, plan: Plan, rules: StopRules, run: Run, file: str) -> None:
         super().__init__(plan, rules, run, file)
@@ -155,7 +155,7 @@ class _Questions(Rounds):
 
 
 def _row_check(run: Run) -> RowCheck:
-    """What tells from a row's count of tokens whether its prompt arrived whole."""
+    """Return the check, by a row's token count, that its prompt arrived whole."""
     backend = run.backend
     example = run.evaluation[0]
     encoder = untruncated(run.encoder)

@@ -1,7 +1,7 @@
 """Shards of a run's rows that several processes make, each in a folder of its own inside the run's.
 
-joblib hands results back when a task ends; here rows outlive a kill of any process, each of which has a GPU and a log
-of its own, and what a dead one lacks is made by the others.
+joblib returns results when a task ends; here rows outlive a kill of any process, each process has its own GPU and log,
+and the others make the rows that a dead one lacks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from posbench.run.lease import in_use
 log = logging.getLogger(__name__)
 
 SHARDS = ".parts"
-"""Folder of the shards in that of a run; hidden, so no part of its results, and gone when it is done."""
-FOUND = "found.json"
-"""What the search found, for the processes that make shards."""
+"""Folder of the shards inside the run's; hidden, so no part of its results, and removed when it is done."""
+SEARCH_RESULT_FILE = "found.json"
+"""Result of the search, for the processes that make shards."""
 PARAMETERS = "parameters"
-"""Field of :data:`FOUND`: the parameters; null where there was no search."""
+"""Field of :data:`SEARCH_RESULT_FILE`: the parameters; null where there was no search."""
 HARDWARE = "hardware"
 """Field of a shard's status: the machines that made its rows."""
 PEAKS = ("resident", "cuda")
@@ -53,7 +53,7 @@ POLL_SECONDS = 0.1
 SECONDS_TO_END = 30
 
 WorkerMain = Callable[[list[str]], int]
-"""What a worker process runs: the command line, by arguments; returns the exit status. It is pickled."""
+"""Main function of a worker process: takes the command-line arguments, returns the exit status. It is pickled."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def missing_shards(out: RunDir, count: int) -> list[int]:
 def merge_rows(out: RunDir, file: str, proofs: Proofs) -> None:
     """Append to a run's file the rows that shards have and it lacks.
 
-    Rows that do not prove to be the run's, and those of a shard that a file changed under, are passed over,
-    so that they are made again.
+    Rows without the run's proof, and rows of a shard during which a file changed, are skipped, so that they are made
+    again.
 
     Args:
         out: The run's folder.
         file: Name of the JSON-lines file.
-        proofs: By method and id, what each row of the run has to carry.
+        proofs: The proof of each row of the run, by method and id.
     """
     folders = shard_folders(out.path)
     if not folders:
@@ -140,19 +140,19 @@ def _row_key(row: Row) -> RowKey:
 
 
 def write_found_parameters(out: RunDir, parameters: Mapping[str, Any] | None) -> None:
-    """Leave what the search found for the processes that make shards."""
+    """Write the search's result for the processes that make shards."""
     (out.path / SHARDS).mkdir(exist_ok=True)
-    out.write_facts(f"{SHARDS}/{FOUND}", {PARAMETERS: parameters})
+    out.write_facts(f"{SHARDS}/{SEARCH_RESULT_FILE}", {PARAMETERS: parameters})
 
 
 def has_found_parameters(out: RunDir) -> bool:
     """Return whether the search's result was left for the processes that make shards."""
-    return bool(out.facts(f"{SHARDS}/{FOUND}"))
+    return bool(out.facts(f"{SHARDS}/{SEARCH_RESULT_FILE}"))
 
 
 def read_found_parameters(out: RunDir) -> Mapping[str, Any] | None:
-    """Return what the search found; None where there was no search."""
-    return out.facts(f"{SHARDS}/{FOUND}").get(PARAMETERS)
+    """Return the search's result; None if there was no search."""
+    return out.facts(f"{SHARDS}/{SEARCH_RESULT_FILE}").get(PARAMETERS)
 
 
 def merge_records(out: RunDir) -> None:
@@ -176,15 +176,7 @@ def _end_with(parent: BaseProcess) -> None:
 def _run_worker(
     worker: int, main: WorkerMain, run: str, count: int, gpus: Sequence[str]
 ) -> None:
-    """Make a shard in a process of its own, whose output goes to a file in the shard's folder.
-
-    Args:
-        worker: Number of the worker; it makes shard ``worker + 1``.
-        main: The command line.
-        run: Folder of the run.
-        count: Number of shards.
-        gpus: Names of the GPUs that the processes share out, one each.
-    """
+    """Make a shard in a separate process, whose output goes to a file in the shard's folder."""
     index = worker + 1
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker pool started it"
@@ -204,14 +196,14 @@ def _run_worker(
 
 @dataclass
 class WorkerPool:
-    """Processes of this machine that make the shards from 1 on of a run that this process owns.
+    """Processes on this machine that make the shards from 1 on of a run that this process owns.
 
     Attributes:
         out: The run's folder.
         count: Number of shards: this process makes one, and each worker another.
         num_gpus: GPUs that the processes share out, one each.
-        console: Where a worker that died is reported.
-        main: What each worker runs.
+        console: Reports workers that died.
+        main: Main function of each worker.
         processes: The workers that run, by the index of their shard.
     """
 
@@ -226,7 +218,7 @@ class WorkerPool:
         """Start the workers, once; they end with this process.
 
         Args:
-            found_parameters: What the search found.
+            found_parameters: Result of the search.
         """
         write_found_parameters(self.out, found_parameters)
         if self.processes:
@@ -259,7 +251,7 @@ class WorkerPool:
                 del self.processes[index]
 
     def finish(self) -> None:
-        """Let the workers record what they took: their rows are made."""
+        """Let the workers record their costs once their rows are made."""
         for process in self.processes.values():
             process.join(SECONDS_TO_END)
 

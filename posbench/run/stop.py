@@ -1,4 +1,4 @@
-"""What ends a run before all its questions are asked."""
+"""Rules that end a run before all its questions are asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StopRule:
     """Ends a run between two rounds of questions, or before a question; this one never does.
 
     Attributes:
-        keeps_rounds: Whether a run that it ended keeps the rounds before alone, and not every question that is whole.
+        keeps_rounds: Whether a run that it ended keeps only the rounds before, not every complete question.
     """
 
     keeps_rounds = False
@@ -42,10 +42,10 @@ class StopRule:
 
 
 class Stop(NamedTuple):
-    """Where a run stopped.
+    """The point at which a run stopped.
 
     Attributes:
-        rule: What stopped it.
+        rule: The rule that stopped it.
         asked: Questions that were asked.
         planned: Questions that the run would have asked.
     """
@@ -59,11 +59,11 @@ class StopRules(StopRule):
     """Several rules, each of which may stop a run.
 
     Args:
-        rules: The rules; one that counts requests under way stands last.
+        rules: The rules; one that counts requests under way comes last.
 
     Attributes:
         ending: The first rule that ended the run; None: none did.
-        ending_round: Number of the first round that it did not let be made.
+        ending_round: Number of the first round that this rule prevented.
         stop: Where the run stopped; None: it did not.
     """
 

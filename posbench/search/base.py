@@ -1,4 +1,4 @@
-"""The contract of a search: plain data that says which method it serves, what it finds, and how."""
+"""The interface of a search, with plain data on the method it serves, the parameters it finds, and its settings."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from posbench.tasks import Example, Task
 log = logging.getLogger(__name__)
 
 FOUND_FILE = "found.yaml"
-ROWS_FILE = "search.jsonl"
+SEARCH_ROWS_FILE = "search.jsonl"
 STATE_FILE = "search_state.pt"
 CHECKSUM_BYTES = 32
 VERDICT_COMMENT = "# Verdict of this run: "
-"""How the first line of a ``found.yaml`` begins whose constants were evaluated."""
+"""Beginning of the first line of a ``found.yaml`` whose constants were evaluated."""
 Read: TypeAlias = "Callable[[str], pd.DataFrame | None]"
-"""A table of the run folder by its name, None where it has none."""
+"""Reads a table of the run folder by name; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +53,29 @@ class Search(ABC):
 
     Attributes:
         serves: The method whose parameters it finds.
-        place: Where that method may stand in a list of methods, for messages.
-        finds: Names of the parameters, each with a legal value that stands for it until it is found.
+        place: Allowed place of that method in a list of methods, for messages.
+        finds: Names of the parameters, each with a legal value as a stand-in until it is found.
         row_files: Files that it resumes from.
         measure: ``loss`` (nats per token, lower is better), or any other name (higher is better).
-        smallest: Fields that a budget may lower, each with the least that it leaves.
-        held_back: Calibration prompts that the search does not see, on which its result is compared with the
-            unmodified model, where the task has so many; None: as many as the search sees.
+        smallest: Fields that a budget may lower, each with its smallest value.
+        held_back: Calibration prompts that the search does not see, on which its result is compared with the unmodified
+            model, if the task has enough; None: the same number as for the search.
     """
 
     serves: ClassVar[type[Method]]
     place: ClassVar[str] = "alone or in a list of methods"
     finds: ClassVar[Mapping[str, Any]]
-    row_files: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
+    row_files: ClassVar[Sequence[str]] = (
+        SEARCH_ROWS_FILE,
+        held_back.HELD_BACK_ROWS_FILE,
+    )
     measure: ClassVar[str] = "loss"
     smallest: ClassVar[Mapping[str, int]] = {}
 
     held_back: Count | None = None
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """The choice, or the part of it, that this search serves; None where there is none."""
+        """The choice, or its part, that this search serves; None if there is none."""
         for candidate in (choice, *choice.parts.values()):
             if issubclass(candidate.cls, self.serves):
                 return candidate
@@ -102,7 +105,7 @@ class Search(ABC):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload | None:
-        """What the model reads for the search at most; None where that is not known before.
+        """Upper bound of the work of the search; None if it is not known in advance.
 
         Args:
             prompts: Number of calibration prompts.
@@ -113,19 +116,19 @@ class Search(ABC):
         return None
 
     def second_task(self) -> tuple[Task, list[Example], int] | None:
-        """A second task that it asks, its prompts, and how often at most it asks each; None without one."""
+        """A second task that it asks, its prompts, and the most times each is asked; None without one."""
         return None
 
     def files(self) -> tuple[Source, ...]:
-        """The files that it reads; what they hold is part of a run's identity."""
+        """The files that it reads; their content is part of a run's identity."""
         return ()
 
     def identity_facts(self, run: Run) -> Mapping[str, Any]:
-        """What moves the result beside model, task, the search's settings and other methods of a list."""
+        """Facts that change the result, besides model, task, the search's settings and other methods of a list."""
         return {}
 
     def held_back_examples(self, run: Run, count: int | None) -> list[Example]:
-        """Held-back prompts for the check: at most ``count``, None: as many as the search asks."""
+        """Held-back prompts for the check: at most ``count``, None: the same number as for the search."""
         return run.task.held_back(count or len(run.examples("calibration")))
 
     def prompt_length(self, run: Run, example: Example) -> int:
@@ -160,7 +163,7 @@ class Search(ABC):
         """Its part of the report, from the files alone."""
 
     def run(self, run: Run) -> None:
-        """Search, or copy the result of another run with the same key, and give the method what was found."""
+        """Search, or copy the result of another run with the same key, and pass the result to the method."""
         if not run.out.stage("search").get("done"):
             key = self._key(run)
             sibling = run.out.sibling_with("search", key)
@@ -225,11 +228,11 @@ class Search(ABC):
                 write_bytes(folder.path / name, (sibling.path / name).read_bytes())
 
     def _report(self, run: Run, block: Mapping[str, Any]) -> None:
-        """Print what was found, its gain on held-back prompts, and the block to paste.
+        """Print the result, its gain on held-back prompts, and the block to paste.
 
         Args:
             run: The run.
-            block: What ``found.yaml`` holds for the method.
+            block: The method's block in ``found.yaml``.
         """
         run.console.print(f"search chose {self.describe(block)}", soft_wrap=True)
         overridden = [f"{k} {v}" for k, v in run.method.overridden.items()]
@@ -252,7 +255,7 @@ class Search(ABC):
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
     def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare what was found with the unmodified model on held-back prompts; resumed.
+        """Compare the result with the unmodified model on held-back prompts; resumed.
 
         Clusters with a prompt that was asked before, or that does not fit the window, are left out.
 
@@ -301,12 +304,12 @@ class Search(ABC):
     def _measure_under(
         self, run: Run, name: str, method: Method, batches: list[list[Example]]
     ) -> dict[str, float]:
-        """Measure held-back prompts under a method, beside the other methods of a list; resumed.
+        """Measure held-back prompts under a method, with the other methods of a list; resumed.
 
         Args:
             run: The run.
-            name: Of the method, in the rows.
-            method: Stands in the place that the search serves.
+            name: Name of the method in the rows.
+            method: The method, in the place that the search serves.
             batches: The prompts.
 
         Returns:
@@ -324,7 +327,12 @@ class Search(ABC):
         proof = {COMPUTATION: computation_digest(run, whole_method)}
         with whole_method.applied(run.lm):
             rows = run.rows.complete(
-                held_back.ROWS_FILE, label, batches, key, compute, proof=lambda _: proof
+                held_back.HELD_BACK_ROWS_FILE,
+                label,
+                batches,
+                key,
+                compute,
+                proof=lambda _: proof,
             )
         return {row["id"]: row["value"] for row in rows}
 
@@ -385,7 +393,7 @@ def save_state(run: Run, state: dict[str, Any]) -> None:
 
 
 def load_state(run: Run) -> dict[str, Any]:
-    """What :func:`save_state` wrote, on the CPU; empty where there is no intact state of this run."""
+    """Load the state written by :func:`save_state` to the CPU; empty if there is no intact state of this run."""
     file = run.out.path / STATE_FILE
     if not file.is_file():
         return {}
@@ -406,7 +414,7 @@ def _checksum(run: Run, data: bytes) -> bytes:
 
 
 def epoch_section(read: Read, text: str, digits: int) -> list[Section]:
-    """Report section with the rows of ``search.csv``, to so many significant digits."""
+    """Report section with the rows of ``search.csv``, to ``digits`` significant digits."""
     table = read("search")
     if table is None:
         return []

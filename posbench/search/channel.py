@@ -26,12 +26,12 @@ from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
-from posbench.search.base import ROWS_FILE, Read, load_state, save_state
+from posbench.search.base import SEARCH_ROWS_FILE, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
 
-CURVES = (
+CURVES_CAPTION = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
     "line that keeps rising or falling means that the channel encodes position. Attention input: after a "
     "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm. Each layer "
@@ -41,7 +41,7 @@ CURVES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSearch(DeploySearch):
-    """The channel search; see :class:`posbench.search.deploy.DeploySearch` for what will be shipped.
+    """The channel search; see :class:`posbench.search.deploy.DeploySearch` for the shipped setting.
 
     Args:
         candidates: ``monotone`` filters channels by Algorithm 1; ``all`` traverses every channel.
@@ -54,8 +54,8 @@ class ChannelSearch(DeploySearch):
         alphabet: ``characters`` draws letters and digits and tokenises them; ``tokens`` draws token ids.
         window: Tokens in the sliding mean (paper 100, Section 2.3).
         skip: First tokens dropped (paper 30).
-        scaled: Whether smoothness is that of curves scaled to 0..1 (as the released program) or of raw ones (the
-            text); None: as the variant has it, see :attr:`scales_curves`.
+        scaled: Whether smoothness is computed on curves scaled to 0..1 (as the released program) or on raw ones (the
+            text); None: by the variant, see :attr:`scales_curves`.
         over_layers: Smoothness over layers as a ``sum`` (Algorithm 1) or a ``mean`` (Section 3.2).
         top_k: Channels that go on to the calibration loss.
         factors: The factor grid.
@@ -184,7 +184,7 @@ class ChannelSearch(DeploySearch):
         super().check(run)
 
     def identity_facts(self, run: Run) -> Mapping[str, Any]:
-        """The layer ranges that are tried, a typed channel, and what the candidates are scored again by."""
+        """The layer ranges tried, a typed channel, and the settings of the second scoring of candidates."""
         values = (
             run.method.target.values if run.method.target and self.num_rescored else {}
         )
@@ -203,12 +203,12 @@ class ChannelSearch(DeploySearch):
         """The fields of scale_channel that say which tokens it scales, as the run applies it."""
         values = run.method.target.values if run.method.target else {}
         if self.folds:
-            # The first pass scales the last token alone; what is folded is scored again.
+            # The first pass scales the last token alone; folded settings are scored again.
             values = {**values, "last": 1}
         return {name: values[name] for name in ("last", "tokens") if name in values}
 
     def ranges(self, run: Run) -> list[tuple[int, int]]:
-        """The layer ranges to try: a typed one, those of the search, or the model's published one."""
+        """The layer ranges to try: the typed one, the search's, or the model's published one."""
         typed = self._pinned(run).get("layers")
         if typed:
             return [tuple(typed)]
@@ -308,7 +308,7 @@ class ChannelSearch(DeploySearch):
             candidates = self.list_candidates(
                 measured, self.ranges(run), pinned_channel, self._scaled_tokens(run)
             )
-            all_losses = self.losses(run, ROWS_FILE, candidates)
+            all_losses = self.losses(run, SEARCH_ROWS_FILE, candidates)
             unmodified = float(all_losses[0].mean())
             losses = all_losses[1:].mean(1)
             best = self.choose(losses, unmodified)
@@ -360,12 +360,12 @@ class ChannelSearch(DeploySearch):
     def _filter(
         self, run: Run, averages: Mapping[str, Array]
     ) -> tuple[ChannelStatistics, str]:
-        """Statistics of the channels, and in words which of them are candidates."""
+        """Return statistics of the channels, and a description of the candidates among them."""
         measured = self.statistics(averages)
         filtered = self.candidates == "monotone" and self.variant == "paper"
         if measured.ranking or not filtered:
             return measured, f"{self.candidates} candidates"
-        # Of some models no channel passes; what the paper calls "w/o monotonicity" (Table 6) is left.
+        # In some models no channel passes; then the paper's "w/o monotonicity" (Table 6) applies.
         reason = "no channel is monotone in more than a quarter of the layers"
         run.console.print(f"search: {reason}; the smoothest are tried", soft_wrap=True)
         measured = self.statistics(averages, monotone_only=False)
@@ -430,7 +430,7 @@ class ChannelSearch(DeploySearch):
             smooth = np.full(curve.shape, np.nan)
             if self.variant == "paper":
                 mean = statistics.sliding_mean(curve[:, :, None], self.window)[:, :, 0]
-                # A mean stands at the middle of its window; the first tokens are dropped before the fit.
+                # A mean belongs to the middle of its window; the first tokens are dropped before the fit.
                 center = self.window // 2
                 end = center + mean.shape[1]
                 smooth[:, center + self.skip : end] = mean[:, self.skip :]
@@ -447,7 +447,7 @@ class ChannelSearch(DeploySearch):
         return pd.concat(frames, ignore_index=True)
 
     def parameters(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters, with what a format needs; factor 1 where the unmodified model won."""
+        """The parameters, with those that a format needs; factor 1 if the unmodified model won."""
         parameters = dict(self.finds)
         if block["channel"] is not None:
             parameters = super().parameters(block)
@@ -480,7 +480,10 @@ class ChannelSearch(DeploySearch):
             figures = {}
             for channel in channels["channel"].unique():
                 figure = channel_figure(channels, channel, n=[self.strings])
-                figures[f"channel_{channel}"] = figure, f"Channel {channel}. {CURVES}"
+                figures[f"channel_{channel}"] = (
+                    figure,
+                    f"Channel {channel}. {CURVES_CAPTION}",
+                )
             sections.append(Section("Positional channel", figures=figures))
         return sections
 

@@ -1,4 +1,4 @@
-"""A search for what will be shipped: as a format holds it, and within a budget of side effects."""
+"""A search for the setting to ship: as a format holds it, and within a budget of side effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from posbench.run.proofs import (
 )
 from posbench.schema import Count, NonNegative
 from posbench.search import held_back
-from posbench.search.base import ROWS_FILE, Read, Search
+from posbench.search.base import SEARCH_ROWS_FILE, Read, Search
 from posbench.search.statistics import Array
 from posbench.stats.bootstrap import paired
 from posbench.stats.findings import estimate, estimate_columns, estimate_row
@@ -41,29 +41,33 @@ Format = Literal["checkpoint", "lora", "gguf", "gguf-lora", "transformers"]
 DEPLOY_ROWS = "deploy.jsonl"
 MAX_TABLE_ROWS = 12  # best candidates in the report's table
 TokenPairs = Mapping[str, tuple[list[int], list[int]]]
-"""Token ids of prompts and of what should follow them, by id."""
+"""Token ids of prompts and of their continuations, by id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeploySearch(Search):
-    """A search for settings of scale_channel that can go on to what will be shipped.
+    """A search for settings of scale_channel that can continue with the setting to ship.
 
-    The best candidates with the last token alone scaled are scored again: as the format holds them, and on
-    the side task. The unmodified model stands among them, so the choice is at least as good. With
-    ``layers=auto`` the two orders can differ much: take a larger ``shortlist`` then.
+    The best candidates with the last token alone scaled are scored again: as the format holds them, and on the side
+    task. The unmodified model is among them, so the choice is at least as good. With ``layers=auto`` the two orders can
+    differ much: take a larger ``shortlist`` then.
 
     Args:
         top_k: Candidates that go on; see the search.
-        deploy: What ``posbench export --to`` will be given. Formats that fold scale the attention of all
-            tokens (``last=all``); ``transformers`` holds the method as it is, as does None.
+        deploy: The format for ``posbench export --to``. Formats that fold scale the attention of all tokens
+            (``last=all``); ``transformers`` holds the method as it is, as does None.
         shortlist: Candidates that are scored again; None: ``top_k``.
-        side_task: A second task, chosen as ``task`` is. Its loss is that of the right choice, or of the first
+        side_task: A second task, chosen as ``task`` is. Its loss is the loss of the right choice, or of the first
             answer, on calibration prompts where it has some, else on those of its evaluation.
-        side_rise: Nats per token that it may rise by; 0.02 makes the right answer 2 % less likely.
-        side_prompts: Prompts of it at most, spread over all.
+        side_rise: Largest rise of that loss, in nats per token; 0.02 makes the right answer 2 % less likely.
+        side_prompts: Most prompts of the side task, spread over all.
     """
 
-    row_files: ClassVar[Sequence[str]] = (ROWS_FILE, DEPLOY_ROWS, held_back.ROWS_FILE)
+    row_files: ClassVar[Sequence[str]] = (
+        SEARCH_ROWS_FILE,
+        DEPLOY_ROWS,
+        held_back.HELD_BACK_ROWS_FILE,
+    )
 
     top_k: Count = 10
     deploy: Format | None = None
@@ -157,7 +161,7 @@ class DeploySearch(Search):
         losses: Array,
         best: int | None,
     ) -> tuple[pd.DataFrame, int | None]:
-        """Score the shortlist again, inside the run's other methods, and choose what is shipped; resumed.
+        """Score the shortlist again, inside the run's other methods, and choose the setting to ship; resumed.
 
         Args:
             run: The run.
@@ -222,7 +226,7 @@ class DeploySearch(Search):
         return table, chosen
 
     def _shipped_mode(self, run: Run) -> ScaleChannel:
-        """The method under test as the format holds it, with stand-ins for channel, factor and layers."""
+        """The method under test as the format holds it, with placeholders for channel, factor and layers."""
         method: Any = run.method.trial()
         if isinstance(method, Composed):
             method = list(method.parts.values())[-1]
@@ -307,7 +311,7 @@ class DeploySearch(Search):
         )
 
     def facts(self, table: pd.DataFrame) -> dict[str, Any]:
-        """What ``deploy.csv`` says, for ``found.yaml`` and :func:`summary_lines`."""
+        """Facts from ``deploy.csv``, for ``found.yaml`` and :func:`summary_lines`."""
         selected = table[table["selected"]].iloc[0]
         best_last_1 = table[table["best_last_1"]].iloc[0]
         facts: dict[str, Any] = {
@@ -329,11 +333,11 @@ class DeploySearch(Search):
         return {name: _plain_number(value) for name, value in facts.items()}
 
     def remarks(self, block: Mapping[str, Any]) -> list[str]:
-        """What is shipped; see :meth:`Search.remarks`."""
+        """The shipped setting; see :meth:`Search.remarks`."""
         return summary_lines(block["deploy"]) if "deploy" in block else []
 
     def shipped_sections(self, read: Read) -> list[Section]:
-        """What is shipped, with its price and its side effect, then the shortlist; none without such."""
+        """The shipped setting, with its price and its side effect, then the shortlist; none without one."""
         table = read("deploy")
         if table is None:
             return []
@@ -362,7 +366,7 @@ class DeploySearch(Search):
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """What is shipped, its price and its side effect, a line each."""
+    """The shipped setting, its price and its side effect, a line each."""
     lines = []
     unmodified_wins = facts["found"] == display_name(UNMODIFIED)
     if facts["format"] in FOLDING:

@@ -21,7 +21,7 @@ from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
-from posbench.search.base import ROWS_FILE, Read
+from posbench.search.base import SEARCH_ROWS_FILE, Read
 from posbench.search.scales import (
     NO_SCALES,
     POSITIONS,
@@ -34,7 +34,7 @@ from posbench.search.scales import (
 
 DRAWN_POINTS = 101  # points of a curve in its figure
 BatchKey = tuple[Scales, tuple[int, ...]]
-"""What a row of ``search.jsonl`` scores: a candidate on a batch of example indices."""
+"""Key of a row of ``search.jsonl``: a candidate and a batch of example indices."""
 Genome = tuple[int, ...]
 """Grid indices (x0, y0, x1, y1, ...) of the control points, or without a curve a y for each layer."""
 
@@ -43,7 +43,7 @@ Genome = tuple[int, ...]
 class GeneticSearch(ScaleSearch):
     """The genetic search for one RoPE scale per layer.
 
-    The defaults are Table 12 and Table 9 of LPES. What the paper leaves open is settled as follows.
+    The defaults are Table 12 and Table 9 of LPES. Details that the paper leaves open are settled as follows.
 
     - Mutation draws every coordinate uniformly from the grid values that Eq. 9 allows, given the neighbours
       before the mutation, and draws again while x does not rise strictly or nothing changed.
@@ -121,7 +121,7 @@ class GeneticSearch(ScaleSearch):
     def fields_for_model(
         self, window: int, spells: bool, layers: int
     ) -> Mapping[str, Any]:
-        """At most as many points as the grid has values of x, where x must rise strictly."""
+        """At most one point per grid value of x, if x must rise strictly."""
         if self.curve == "free" or not self.constrained:
             return {}
         num_x_values = self._max_x(layers) + 1
@@ -225,8 +225,10 @@ class GeneticSearch(ScaleSearch):
         examples, positions = calibration_questions(run.task, self.calibration_seed)
         evaluate = make_evaluator(run.lm, run.task, examples, run.method.with_target)
 
-        folder.repair(ROWS_FILE)
-        recorded = {_batch_key(row): row["scores"] for row in folder.rows(ROWS_FILE)}
+        folder.repair(SEARCH_ROWS_FILE)
+        recorded = {
+            _batch_key(row): row["scores"] for row in folder.rows(SEARCH_ROWS_FILE)
+        }
         row_order: dict[BatchKey, int] = {}
 
         # A killed search starts again and scores the same batches; those that are recorded cost nothing.
@@ -237,7 +239,7 @@ class GeneticSearch(ScaleSearch):
                 scores = evaluate(scales, indices)
                 recorded[key] = scores
                 row = {"scales": scales, "examples": indices, "scores": scores}
-                folder.append(ROWS_FILE, [row])
+                folder.append(SEARCH_ROWS_FILE, [row])
             return recorded[key]
 
         scores = Scores(self, np.array(positions), evaluate_once)
@@ -254,7 +256,7 @@ class GeneticSearch(ScaleSearch):
                 run.console.print(_generation_line(evolution, fitness_unmodified))
                 advance(1, before=num_recorded == len(recorded))
         folder.sort(
-            ROWS_FILE, lambda row: row_order.get(_batch_key(row), len(row_order))
+            SEARCH_ROWS_FILE, lambda row: row_order.get(_batch_key(row), len(row_order))
         )
 
         best = evolution.population[0]
@@ -276,7 +278,7 @@ class GeneticSearch(ScaleSearch):
         return {"points": points, "curve": self.curve, "x": self.x, "scales": None}
 
     def _curve_table(self, genome: Genome, scales: Scales) -> pd.DataFrame:
-        """What the figure draws: control points, the curve between them, and the scale of every layer."""
+        """Return the data of the figure: control points, the curve between them, and the scale of every layer."""
         rows: list[tuple[str, float, float]] = []
         if self.curve != "free":
             points = self.control_points(genome)
@@ -486,7 +488,7 @@ def _generation_line(evolution: Evolution, fitness_unmodified: float) -> str:
 
 
 def _remark(row: pd.Series) -> str:
-    """What the report's table says of a candidate."""
+    """Return the remark on a candidate in the report's table."""
     if row["selected"]:
         return "selected"
     if row["unmodified"]:
@@ -495,7 +497,7 @@ def _remark(row: pd.Series) -> str:
 
 
 def _candidate_table(best: Scales, scores: Scores) -> pd.DataFrame:
-    """All candidates, best first; one that was given up has the highest accuracy it could have had."""
+    """Return all candidates, best first; one that was given up has the highest accuracy it could have had."""
     rows = []
     for scales in sorted(scores.values, key=scores.rank_key):
         scored = int(np.isfinite(scores.values[scales]).sum())

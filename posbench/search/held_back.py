@@ -1,4 +1,4 @@
-"""What a search gains on held-back prompts, which it never saw, compared with the unmodified model."""
+"""Gain of a search on held-back prompts, which it never saw, over the unmodified model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired, with_interval
 
-ROWS_FILE = "held_back.jsonl"
+HELD_BACK_ROWS_FILE = "held_back.jsonl"
 TABLE_FILE = "held_back.csv"
 MIN_QUESTIONS = 6
-"""Questions that a check needs: of fewer, gains of one sign are no rarer than one in twenty by chance."""
+"""Fewest questions for a check: with fewer, gains of one sign have a chance of at least one in twenty."""
 
 SMALLEST_LOSS_GAIN = 0.02
 """Nats per answer token worth naming: the right answer becomes 2 % more likely."""
@@ -35,13 +35,13 @@ def gain_facts(
 
     Args:
         measure: ``loss`` (lower is better), or any other name (higher is better).
-        searched: The measure of N prompts under what the search found.
+        searched: The measure of N prompts with the search's result.
         unmodified: The same under the unmodified model.
         clusters: The question that each prompt belongs to.
 
     Returns:
-        Values by column, the gain positive where the search helps; ``measure`` and ``n`` alone where there
-        are too few questions.
+        Values by column, the gain positive where the search helps; ``measure`` and ``n`` alone where there are too few
+        questions.
     """
     if len(set(clusters)) < MIN_QUESTIONS:
         return {"measure": measure, "n": len(clusters)}

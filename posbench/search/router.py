@@ -53,7 +53,7 @@ class RouterSearch(Search):
         aux: Coefficient of the auxiliary loss (0.3).
         data: JSON lines, each with ``prompt`` and ``answer``; None: the task's calibration prompts.
         longest: Tokens per text at most; a longer one is cut at its end.
-        seed: Of the first weights and of the order of the texts.
+        seed: Seed of the initial weights and of the order of the texts.
     """
 
     serves: ClassVar[type[MoICE]] = MoICE

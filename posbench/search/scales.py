@@ -1,4 +1,4 @@
-"""What the searches for scales of layer_scaling share: calibration questions and scores."""
+"""Common parts of the searches for scales of layer_scaling: calibration questions and scores."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ScaleSearch(Search):
     def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
 
-        A prompt's weight is three times that of its gold position, as each position has a third of the prompts.
+        A prompt's weight is three times its gold position's weight, as each position has a third of the prompts.
         """
         score = super().measure_batch if self.measure == "loss" else self._task_scores
         values = score(run, batch)
@@ -100,7 +100,7 @@ class ScaleSearch(Search):
         scores: Scores,
         description: str,
     ) -> None:
-        """Write ``found.yaml``: the parameters, and facts about the scales that they stand for.
+        """Write ``found.yaml``: the parameters, and facts about the scales that they define.
 
         Args:
             run: The run.
@@ -160,7 +160,7 @@ class Scores:
         self.values[scales][list(indices)] = scores
 
     def score(self, scales: Scales, indices: list[int]) -> None:
-        """Score a candidate on some examples, unless all of them are scored already."""
+        """Score a candidate on some examples, unless all are scored already."""
         if scales not in self.values or np.isnan(self.values[scales][indices]).any():
             self.add(scales, indices, self.evaluate(scales, indices))
 
@@ -174,7 +174,7 @@ class Scores:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def accuracy_bounds(self, scales: Scales) -> list[float]:
-        """Highest possible accuracy at beginning, middle and end: what is not scored counts as right."""
+        """Return the highest possible accuracy at beginning, middle and end: unscored examples count as right."""
         unscored = np.ones(len(self.positions))
         scores = np.nan_to_num(self.values.get(scales, unscored), nan=1.0)
         bounds = []
@@ -216,7 +216,7 @@ def calibration_questions(
     Args:
         task: Its three ``calibration_positions`` are used where it has them, else 0, n // 2 and n - 1.
         seed: Draws the questions; None: the task's seed.
-        held_back: So many held-back questions instead of the calibration questions.
+        held_back: Number of held-back questions to use instead of the calibration questions.
 
     Returns:
         The examples, and the gold position of each as an index into ``POSITIONS``.
@@ -265,7 +265,7 @@ def make_evaluator(
     Args:
         lm: The model.
         task: Scores the replies.
-        examples: What the indices that the function takes point into.
+        examples: The examples that the function's indices refer to.
         compose: Adds the run's other methods to the layer scaling.
 
     Returns:

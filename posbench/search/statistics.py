@@ -1,4 +1,4 @@
-"""How positional is each channel? The filter of Yu et al. 2025, Algorithm 1, as printed and as released.
+"""Measure how positional each channel is: the filter of Yu et al. 2025, Algorithm 1, as printed and as released.
 
 Letters: L layers (rows), P token positions, D channels.
 """
@@ -14,14 +14,16 @@ from posbench.errors import UserError
 
 Array = NDArray[np.floating]
 
-MIN_POSITIONS = 8  # of a curve, after the sliding mean and without the skipped ones
+MIN_CURVE_POSITIONS = (
+    8  # of a curve, after the sliding mean and without the skipped ones
+)
 OFFICIAL_SKIP = 300  # positions that the released program skips for monotonicity
 OFFICIAL_SMOOTHNESS_SKIP = 200  # positions that it skips for smoothness
 
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """What the filter measured.
+    """Measurements of the filter.
 
     Attributes:
         direction: +1 rising, -1 falling, 0 neither, shape (L, D).
@@ -63,8 +65,8 @@ def paper_filter(
         monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
     """
     num_layers, num_positions, _ = curves.shape
-    if num_positions - window + 1 - skip < MIN_POSITIONS:
-        minimum = window + skip + MIN_POSITIONS - 1
+    if num_positions - window + 1 - skip < MIN_CURVE_POSITIONS:
+        minimum = window + skip + MIN_CURVE_POSITIONS - 1
         allowed = f"at least search.window + search.skip + 7 = {minimum}"
         hint = "raise search.length or lower search.window"
         raise UserError("search.length", num_positions, allowed, hint)

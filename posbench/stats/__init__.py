@@ -1,1 +1,1 @@
-"""Intervals, correlations, position bias, tables of scores, and what they say about a claim."""
+"""Intervals, correlations, position bias, tables of scores, and verdicts on claims."""

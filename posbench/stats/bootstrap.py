@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
 
 
 def chunk_sizes(resamples: int, width: int) -> Iterator[int]:
-    """Split so many resamples of ``width`` entries each into chunks that fit in memory; yield their sizes."""
+    """Split resamples of ``width`` entries each into chunks that fit in memory; yield the sizes of the chunks."""
     largest = max(MAX_RESAMPLED_ENTRIES // width, 1)
     return (min(largest, resamples - start) for start in range(0, resamples, largest))
 
@@ -200,7 +200,7 @@ def tail(num_clusters: int) -> float:
 
 
 def quantiles(draws: Array, num_clusters: int) -> tuple[float, float]:
-    """Ends of the percentile interval of draws [R] of so many clusters.
+    """Return the ends of the percentile interval of draws [R], adjusted for the number of clusters.
 
     NaN for a single cluster, and where no draw has a value.
     """
@@ -310,14 +310,14 @@ def paired(
 def mean(
     values: Values, clusters: Sequence[str], weights: Values | None = None
 ) -> Estimate:
-    """Estimate a mean: with Wilson's interval for scores in 0..1, else with that of :func:`difference`.
+    """Estimate a mean: with Wilson's interval for scores in 0..1, else with the interval of :func:`difference`.
 
     Values of unequal weight are worth fewer of equal weight (Kish 1965). A mean over subsets is such a mean; as
     differences between the subsets count as chance, its interval is somewhat wide.
 
-    Where clusters hold several values, Wilson's n is divided by the design effect (Korn and Graubard 1998),
-    and t's quantile replaces the normal one; its degrees of freedom are the clusters with the rarer answer, at
-    least 3. Scores strictly between 0 and 1 count as the number of right-or-wrong ones of equal variance.
+    Where clusters hold several values, Wilson's n is divided by the design effect (Korn and Graubard 1998), and t's
+    quantile replaces the normal one; its degrees of freedom are the clusters with the rarer answer, at least 3. Scores
+    strictly between 0 and 1 count as the number of right-or-wrong ones of equal variance.
     """
     array = np.asarray(values, dtype=np.float64)
     if (array < 0).any() or (array > 1).any():
@@ -412,13 +412,13 @@ def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
 def combined(
     parts: Sequence[Estimate], weights: Values, n: int, correlation: float = 0.0
 ) -> Estimate:
-    """Estimate a weighted sum, with an interval made of those of its parts (Zou and Donner 2008).
+    """Estimate a weighted sum, with an interval computed from its parts' intervals (Zou and Donner 2008).
 
     For two shares and weights 1 and -1 it is Newcombe's (1998, method 10).
 
     Args:
         parts: Estimates to add up.
-        weights: A weight for each of them.
+        weights: A weight for each part.
         n: Observations behind the sum.
         correlation: Of any two parts.
     """

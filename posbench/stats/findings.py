@@ -1,4 +1,4 @@
-"""A claim held against a number, and what may be said of several claims together."""
+"""Compare a claim with a number, and draw conclusions from several claims together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posbench.late import pd
 from posbench.stats.bootstrap import Z95, Array, Estimate
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+FINDING_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Kind = Literal["paper", "control", "source"]
 FINDING_COLUMNS = (
     "model",
@@ -33,7 +33,7 @@ FINDING_COLUMNS = (
 )
 """Columns of ``findings.csv``."""
 SMALLEST_SHARE = 0.05
-"""Smallest effect worth naming: as a share of what is changed, of all examples, or as a correlation."""
+"""Smallest effect worth naming: as a share of the changed quantity or of all examples, or as a correlation."""
 SMALLEST_POINTS = 1.0
 """Smallest difference of two scores worth naming, in points."""
 ALPHA = 0.05
@@ -44,18 +44,18 @@ TOO_FEW = f"fewer than {MIN_OBSERVATIONS} observations"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A claim held against a number.
+    """A claim compared with a number.
 
-    The verdict is ``holds`` where the number's interval lies on the claimed side of a bound, ``contradicted``
-    where it lies on the other, ``inconclusive`` where it contains the bound, and ``not testable`` where the
-    run says nothing about the claim. The bound of an effect is the smallest one worth naming, not zero
-    (:data:`SMALLEST_SHARE`, :data:`SMALLEST_POINTS`).
+    The verdict is ``holds`` where the number's interval lies on the claimed side of a bound, ``contradicted`` where it
+    lies on the other, ``inconclusive`` where it contains the bound, and ``not testable`` where the run says nothing
+    about the claim. The bound of an effect is the smallest one worth naming, not zero (:data:`SMALLEST_SHARE`,
+    :data:`SMALLEST_POINTS`).
 
     Attributes:
         kind: Whose claim it is: a paper's, a control of ours, or that something is a source of a bias.
         verdict: See above.
         claim: The claim with its source.
-        statistic: What ``value`` is, with its unit.
+        statistic: Name of ``value``, with its unit.
         value: The number.
         ci_low: Lower end of its 95 % interval; NaN where it has none.
         ci_high: Upper end.
@@ -63,7 +63,7 @@ class Finding:
         n: Observations behind it.
         p: Two-sided p of the claim's bound; NaN for an exact claim.
         p_holm: ``p`` adjusted within its family, see :func:`correct_findings`.
-        note: What a reader must know to judge it.
+        note: Caveats for the reader.
     """
 
     kind: Kind = "paper"
@@ -93,9 +93,9 @@ class Finding:
         Args:
             holds: Whether it holds, as the caller judges.
             claim: The claim with its source.
-            statistic: What the number is, with its unit.
+            statistic: Name of the number, with its unit.
             number: An :class:`Estimate`, or value and n of a number without an interval.
-            note: What a reader must know to judge it.
+            note: Caveats for the reader.
         """
         if len(number) == 4:
             value, low, high, n = number
@@ -123,22 +123,22 @@ class Finding:
         p: float,
         note: str = "",
     ) -> Self:
-        """State a claim that comes with a test of its own.
+        """State a claim with its own test.
 
         Args:
             holds: Whether the number speaks for the claim rather than against it.
             claim: The claim with its source.
-            statistic: What the number is, with its unit.
+            statistic: Name of the number, with its unit.
             number: An :class:`Estimate`, or value and n of a number without an interval.
             p: The test's two-sided p.
-            note: What a reader must know to judge it.
+            note: Caveats for the reader.
         """
         finding = cls.that(holds, claim, statistic, number, note)
         if finding.n < MIN_OBSERVATIONS:
             return finding.not_testable(TOO_FEW)
         if math.isnan(finding.value) or math.isnan(p):
             return finding.not_testable(CONSTANT)
-        # No n observations can say more than a sign test of them.
+        # n observations cannot be stronger evidence than their sign test.
         p = min(max(p, 2.0 ** (1 - finding.n)), 1)
         if p > ALPHA:
             return replace(finding, p=p, verdict="inconclusive")
@@ -160,11 +160,11 @@ class Finding:
 
         Args:
             claim: The claim with its source.
-            statistic: What the number is, with its unit.
+            statistic: Name of the number, with its unit.
             estimate: The number with its interval.
             low: Lower bound, -inf for none.
             high: Upper bound, inf for none.
-            note: What a reader must know to judge it.
+            note: Caveats for the reader.
         """
         is_inside = low < estimate.ci_low and estimate.ci_high < high
         is_beyond = estimate.ci_low > high or estimate.ci_high < low
@@ -214,26 +214,26 @@ class Finding:
         )
 
     def not_testable(self, note: str = "") -> Self:
-        """The same number without a verdict; the note, put before the finding's own, says why."""
+        """Return the same number without a verdict; ``note``, put before the finding's note, says why."""
         notes = "; ".join(filter(None, [note, self.note]))
         return replace(self, verdict="not testable", p=math.nan, note=notes)
 
     def inconclusive(self, note: str = "") -> Self:
-        """The same number, which decides nothing, as a tie does; the note, put before its own, says why."""
+        """Return the same number as undecided, such as a tie; ``note``, put before the finding's note, says why."""
         notes = "; ".join(filter(None, [note, self.note]))
         return replace(self, verdict="inconclusive", note=notes)
 
     def control(self) -> Self:
-        """The same finding as a control of ours, which no paper claims."""
+        """Return the same finding as a control of ours, which no paper claims."""
         return replace(self, kind="control")
 
 
 def with_subject(claim: str, subject: str) -> str:
-    """A claim with what it is asked of, where a paper's words ("the positional channel") fit several things.
+    """Return a claim with its subject, where a paper's words ("the positional channel") fit several things.
 
     Args:
         claim: The claim, with its source in brackets at its end where it has one.
-        subject: What it is asked of; empty adds nothing. It stands in square brackets before the source.
+        subject: The subject; empty adds nothing. It is put in square brackets before the source.
     """
     if not subject:
         return claim
@@ -244,11 +244,11 @@ def with_subject(claim: str, subject: str) -> str:
 
 
 def inert_note(name: str, changed: float, difference: Estimate) -> str:
-    """Why nothing can be said of a change that moves hardly anything; empty for one that does.
+    """Explain that a change is inert, so that no claim on it can be tested; empty if it is not.
 
-    A change is inert where it alters the scores of fewer than :data:`SMALLEST_SHARE` of the prompts and the mean by
-    nothing that can be told. A comparison of settings that are all inert would be "contradicted" or hold whatever
-    the claim says, given enough questions.
+    A change is inert where it alters the scores of fewer than :data:`SMALLEST_SHARE` of the prompts and the mean not
+    significantly. With enough questions, a comparison of inert settings would hold or be "contradicted" whatever the
+    claim says.
 
     Args:
         name: The setting, for the note.
@@ -263,7 +263,7 @@ def inert_note(name: str, changed: float, difference: Estimate) -> str:
 
 
 def _describe_bounds(low: float, high: float) -> str:
-    """Where a number must lie to be between two bounds, one of which may be infinite, in words."""
+    """Describe in words the range between two bounds, one of which may be infinite."""
     if math.isinf(high):
         return f"above {low:.3g}"
     if math.isinf(low):
@@ -276,7 +276,7 @@ def p_value(
 ) -> float:
     """Two-sided p of the bound that separates a claim (``low`` < number < ``high``) from the number.
 
-    Between the bounds it is the larger p of the two, beyond one of them that bound's. The p is normal, with the
+    Between the bounds it is the larger p of the two, beyond a bound that bound's p. The p is normal, with the
     half of the interval towards the bound as 1.96 standard errors: below 0.05 exactly where the interval leaves
     the bound out, also where the interval is lopsided. NaN without a finite bound.
     """

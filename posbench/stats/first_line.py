@@ -1,4 +1,5 @@
-"""Scores of a reply's first line beside those of the whole reply: whether the rule moves the curve over positions."""
+"""Compare scores of a reply's first line with scores of the whole reply: does the rule change the curve over
+positions?"""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from posbench.late import pd
 from posbench.stats.position_bias import shuffled_gaps
 from posbench.tasks.scorers import WHOLE_REPLY
 
-ALPHA = 0.01
-"""Level of the test of whether what the whole reply adds varies with the gold position."""
+FIRST_LINE_ALPHA = 0.01
+"""Level of the test of whether the difference between whole reply and first line varies with the gold position."""
 
 
 def first_line_note(rows: pd.DataFrame, metric: str, resamples: int, seed: int) -> str:
     """Say where the whole reply adds to the score of the first line, if that depends on the gold position.
 
     The largest difference between two positions of the mean of whole reply minus first line is compared with that after
-    shuffling the positions (permutation test at :data:`ALPHA`).
+    shuffling the positions (permutation test at :data:`FIRST_LINE_ALPHA`).
 
     Args:
         rows: Rows of one method, with gold_position, cluster, the task's metric and :data:`WHOLE_REPLY`, in 0..1.
@@ -35,7 +36,7 @@ def first_line_note(rows: pd.DataFrame, metric: str, resamples: int, seed: int) 
     gap = np.ptp(by_position.to_numpy())
     null = shuffled_gaps(added, "added", resamples, seed)
     p = (1 + (null >= gap - 1e-12).sum()) / (1 + len(null))
-    if p > ALPHA:
+    if p > FIRST_LINE_ALPHA:
         return ""
     least, most = by_position.idxmin(), by_position.idxmax()
     return (

@@ -1,4 +1,4 @@
-"""What the columns of the tables mean: the task's own metric, gold positions, attention to the gold item."""
+"""Columns of the tables: the task's own metric, gold positions, attention to the gold item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcomes of rows: which ones count, how many do not and where, and what that forbids to say.
+"""Outcomes of rows: which ones count, how many do not and where, and which conclusions that rules out.
 
 A row has a score only if its reply is known to be an answer; :func:`posbench.measure.outcomes.decide_outcome` decides.
 """
@@ -16,10 +16,10 @@ from posbench.stats.bootstrap import Estimate, mean
 from posbench.stats.position_bias import shuffled_gaps
 
 Outcome = Literal["answered", "cut", "refused", "no answer", "not read", "failed"]
-"""What became of a row.
+"""Outcome of a row.
 
 ``cut``: the reply ended at its limit before an answer. ``refused``: by a content filter, or by the model in a field of
-its own. ``no answer``: what came is not known to be an answer. ``not read``: the prompt did not arrive whole.
+its own. ``no answer``: the reply is not known to be an answer. ``not read``: the prompt did not arrive whole.
 ``failed``: no reply came.
 """
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -36,34 +36,35 @@ CONTENT_FILTER = "content filter"
 IN_THINKING = "ended in the thinking"
 TOOL_CALL = "a tool call"
 OTHER_FIELD = "no text but in the field"
-EMPTY = "no text"
+NO_TEXT = "no text"
 UNKNOWN_MARKS = "thinking cannot be told from the answer"
 UNKNOWN_REASON = "finish_reason"
 UNKNOWN_LENGTH = "the server tells neither"
 ADVICE = {
     TOOL_CALL: "switch tools off at the server",
     OTHER_FIELD: "switch off the parser of the server that puts the reply there (reasoning or tools)",
-    EMPTY: "read the log of the server: a parser (reasoning, tools) or a proxy may take the text away",
+    NO_TEXT: "read the log of the server: a parser (reasoning, tools) or a proxy may take the text away",
     UNKNOWN_MARKS: "switch thinking off (model.extra_body), or have the server give it in a field of its own",
     UNKNOWN_REASON: "look that word up in the manual of the server",
     UNKNOWN_LENGTH: "ask a server that says why a reply ended, or set a larger task.max_new_tokens",
     OVERFLOW: "ask with fewer or shorter items, or raise the window of the server",
 }
-"""What to change, by how a reason begins."""
+"""Hints, by the beginning of a reason."""
 ADVICE_OF_OUTCOME: Mapping[str, str] = {
     REFUSED: "switch off the content filter of the server, or ask another task or server",
     NO_ANSWER: "read the log of the server",
     NOT_READ: "set model.context_window to what the server reads",
     FAILED: "run the same command again",
 }
-"""The same where the reason says no more."""
+"""Hints by outcome, for reasons not in :data:`ADVICE`."""
 
 KIND = "kind"
+"""Column of a score frame: the metric that counts a row without an answer; empty for an answer."""
 REASON = "reason"
-"""Columns of a score frame: the metric that counts a row without an answer (empty for an answer); why it is none."""
+"""Column of a score frame: why a row has no answer."""
 CUT_METRIC = "cut_replies"
 THINKING_METRIC = "cut_thinking"
-METRICS: Mapping[str, str] = {
+OUTCOME_METRICS: Mapping[str, str] = {
     CUT_METRIC: "cut off",
     THINKING_METRIC: "cut thinking",
     "refused": "refused",
@@ -71,15 +72,15 @@ METRICS: Mapping[str, str] = {
     "not_read": "not read",
     "failed": "failed",
 }
-"""Rows of metrics.csv with the share of each kind, at each gold position and over all; and their names in words."""
-MAX_SHARE = 0.02
+"""Metrics in metrics.csv with the share of each kind, per gold position and over all, and their names in words."""
+MAX_MISSING_SHARE = 0.02
 """Share of rows without an answer above which nothing is said about a score."""
-ALPHA = 0.01
+MISSING_ALPHA = 0.01
 """Level of the test of whether that share varies with the gold position."""
 MORE_TOKENS = 4
-"""How many times as many tokens are recommended."""
+"""Factor by which more tokens are recommended."""
 PROBLEM = "missing answers"
-"""How the note of a method begins about whose scores nothing can be said."""
+"""Beginning of the note on a method whose scores mean nothing."""
 
 
 def is_scorable(row: Mapping[str, Any]) -> bool:
@@ -94,7 +95,7 @@ def outcome_of_row(row: Mapping[str, Any]) -> str:
 
 
 def kind_of_row(row: Mapping[str, Any]) -> str:
-    """The metric of :data:`METRICS` that counts a row; empty for an answer."""
+    """The metric of :data:`OUTCOME_METRICS` that counts a row; empty for an answer."""
     outcome = outcome_of_row(row)
     if outcome == ANSWERED:
         return ""
@@ -104,25 +105,27 @@ def kind_of_row(row: Mapping[str, Any]) -> str:
 
 
 def describe_kind(row: Mapping[str, Any]) -> str:
-    """Of which kind a row without an answer is and why, in words."""
-    name = METRICS[kind_of_row(row)]
+    """Describe the kind and the reason of a row without an answer."""
+    name = OUTCOME_METRICS[kind_of_row(row)]
     return f"{name} ({row['reason']})" if row.get("reason") else name
 
 
 def describe_kinds(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many rows of predictions.jsonl of each kind have no answer and why, in words; empty where all have one."""
+    """Count in words the rows of predictions.jsonl without an answer by kind and reason; empty if all have one."""
     counts = Counter(describe_kind(row) for row in rows if kind_of_row(row))
     return ", ".join(f"{count} {text}" for text, count in counts.most_common())
 
 
 def count_kinds(rows: pd.DataFrame) -> str:
-    """How many rows of each kind have no answer, in words, the most frequent first."""
+    """Count in words the rows of each kind without an answer, the most frequent kind first."""
     counts = Counter(kind for kind in rows[KIND] if kind)
-    return ", ".join(f"{count} {METRICS[kind]}" for kind, count in counts.most_common())
+    return ", ".join(
+        f"{count} {OUTCOME_METRICS[kind]}" for kind, count in counts.most_common()
+    )
 
 
 def share_of_kind(rows: pd.DataFrame, kind: str) -> Estimate:
-    """Share of rows of one kind of :data:`METRICS`, with its interval over questions."""
+    """Share of rows of one kind of :data:`OUTCOME_METRICS`, with its interval over questions."""
     is_kind = (rows[KIND] == kind).to_numpy(dtype=float)
     return mean(is_kind, list(rows["cluster"]))
 
@@ -134,20 +137,20 @@ def missing_note(
     seed: int,
     thinking_tokens: int | None = None,
 ) -> str:
-    """Say why the scores of a method mean nothing, where too many of its rows have no answer.
+    """Explain that a method's scores mean nothing if too many of its rows have no answer.
 
-    That is where more than :data:`MAX_SHARE` of them have none, of whatever kind, or where their share varies with the
-    gold position (permutation test of the largest difference between two positions, at :data:`ALPHA`).
+    That is if more than :data:`MAX_MISSING_SHARE` of the rows have none, of whatever kind, or where their share varies
+    with the gold position (permutation test of the largest difference between two positions, at :data:`MISSING_ALPHA`).
 
     Args:
         rows: Rows of one method, with gold_position, cluster, :data:`KIND` and :data:`REASON`.
         max_new_tokens: Tokens that an answer may have.
         resamples: Shuffles of the test.
-        seed: Of its random generator.
-        thinking_tokens: Tokens that a reply may have for thinking, beside those; None: there are no such tokens.
+        seed: Seed of the test.
+        thinking_tokens: Additional tokens for thinking; None: no thinking.
 
     Returns:
-        ``missing answers: how many of each kind, and the next step``; empty where the scores stand.
+        ``missing answers: how many of each kind, and the next step``; empty if the scores are valid.
     """
     rows = rows.assign(is_missing=(rows[KIND] != "").astype(float))
     share = float(rows["is_missing"].mean())
@@ -158,8 +161,8 @@ def missing_note(
         gap = np.ptp(by_position.to_numpy())
         null = shuffled_gaps(placed, "is_missing", resamples, seed)
         p = (1 + (null >= gap - 1e-12).sum()) / (1 + len(null))
-        varies = bool(p <= ALPHA)
-    if share <= MAX_SHARE and not varies:
+        varies = bool(p <= MISSING_ALPHA)
+    if share <= MAX_MISSING_SHARE and not varies:
         return ""
     facts = f"{share:.1%} of {len(rows)} replies are no answers: {count_kinds(rows)}"
     if len(by_position) > 1:
@@ -175,12 +178,12 @@ def next_step(
     max_new_tokens: int,
     thinking_tokens: int | None = None,
 ) -> str:
-    """What to change so that the most frequent kind of missing answers gets fewer.
+    """Return a hint against the most frequent kind of missing answers.
 
     Args:
         missing: Kind and reason of each row without an answer; one at least.
         max_new_tokens: Tokens that an answer may have.
-        thinking_tokens: Tokens that a reply may have for thinking, beside those; None: there are no such tokens.
+        thinking_tokens: Additional tokens for thinking; None: no thinking.
     """
     counts = Counter(missing)
     kinds = Counter[str]()

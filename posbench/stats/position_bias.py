@@ -23,12 +23,12 @@ from posbench.stats.bootstrap import (
 )
 
 CONTRAST = "position_contrast"
-"""Score at a gold position minus the mean of the other positions, a row at each of them."""
+"""Score at a gold position minus the mean of the other positions, one row per position."""
 MINUS_HALF = "position_bias_minus_half"
 """Position bias under a method minus half of the unmodified model's: below zero where more than half is removed."""
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
-"""Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
-what that is where positions do not matter, and the others of :func:`curve_statistics`."""
+"""Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position, its
+expectation if positions do not matter, and the others of :func:`curve_statistics`."""
 
 SMALLEST_BIAS = 0.02
 """Position bias (standard deviation over gold positions) worth naming.
@@ -36,7 +36,7 @@ SMALLEST_BIAS = 0.02
 Of a straight line over five positions whose ends lie five points apart it is 0.02.
 """
 BOOTSTRAPPED = ("primacy", "recency", "middle_drop", "position_bias")
-"""Statistics that are compared with those of the unmodified model."""
+"""Statistics that are compared with the unmodified model's."""
 NEGLIGIBLE_SHARE = 0.05
 """A score that exceeds guessing, or falls short of 1, by no more than this shows no bias.
 
@@ -45,7 +45,7 @@ See :func:`score_limit_note`.
 
 
 class CurveIntervals(NamedTuple):
-    """What a curve over K gold positions says about a position bias, each number with its interval.
+    """Position bias of a curve over K gold positions, each number with its interval.
 
     Attributes:
         bias: Position bias.
@@ -67,7 +67,7 @@ class StatisticRow(NamedTuple):
         method: The method.
         statistic: One of :data:`STATISTICS`, ``<statistic>_difference``, :data:`CONTRAST` or :data:`MINUS_HALF`.
         estimate: The estimate; NaN with a note.
-        note: Why it says nothing: that of the method or, of a comparison, of the unmodified model.
+        note: Why the estimate says nothing, for the method or, in a comparison, for the unmodified model.
         position: Gold position of a contrast; None: over all positions.
     """
 
@@ -214,16 +214,16 @@ def _dips_from_ends(means: Array, middle: NDArray[np.bool_]) -> Array:
 
 
 def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
-    """Compute the standard deviation of a curve over gold positions without what sampling noise adds.
+    """Compute the standard deviation of a curve over gold positions without the share of sampling noise.
 
     Args:
         curve: Means at K >= 2 gold positions, [K].
         draws: Its bootstrap draws, [R, K].
 
     Returns:
-        The root of the curve's variance minus that of the noise, 0 where noise explains all of it; and for
-        each draw [R] the deviation with which a curve of this shape plus the errors of that draw would vary as
-        much as the observed one, 0 where the errors alone vary more.
+        The root of the curve's variance minus the noise variance, 0 if noise explains it all; and for each draw [R] the
+        deviation at which a curve of this shape plus the draw's errors would have the observed variance, 0 if the
+        errors alone vary more.
     """
     variance = curve.var(ddof=1)
     errors = draws - curve
@@ -245,7 +245,7 @@ def score_limit_note(
 
     Args:
         positions: Mean score (0..1) at each gold position.
-        average: Mean score over all of them.
+        average: Mean score over all positions.
         chance: Score of a guess, 0..1.
         questions: Questions at each position.
 
@@ -261,8 +261,8 @@ def ceiling_note(positions: Iterable[Estimate], questions: int) -> str:
     """Explain that no score is surely below 1, give or take :data:`NEGLIGIBLE_SHARE`; see :func:`score_limit_note`.
 
     Returns:
-        ``at the ceiling: ...``; ``too few questions: ...`` where so few could not show the opposite even if all were
-        wrong (Wilson's interval); empty where a score is surely lower.
+        ``at the ceiling: ...``; ``too few questions: ...`` if their number could not show the opposite even with all
+            wrong (Wilson's interval); empty where a score is surely lower.
     """
     ceiling = 1 - NEGLIGIBLE_SHARE
     if min(estimate.ci_high for estimate in positions) < ceiling:
@@ -278,9 +278,9 @@ def floor_note(
     """Explain that no score is surely above a guess, give or take :data:`NEGLIGIBLE_SHARE`.
 
     Returns:
-        ``at the floor: ...``. Where so few questions could not show the opposite even if all were right, and the
-        average does not show the floor either, ``nothing answered: ...`` if the average is no better than a guess,
-        else ``too few questions: ...``. Empty where a score is surely higher.
+        ``at the floor: ...``. If the number of questions could not show the opposite even with all right, and the
+        average does not show the floor either, ``nothing answered: ...`` if the average is no better than a guess, else
+        ``too few questions: ...``. Empty where a score is surely higher.
     """
     floor = chance + NEGLIGIBLE_SHARE
     if max(estimate.ci_low for estimate in positions) > floor:
@@ -298,7 +298,7 @@ def floor_note(
 
 
 def _fewest_questions(share: float) -> int:
-    """Questions, none of them right, whose Wilson interval ends at a share."""
+    """Return the number of questions, all wrong, whose Wilson interval ends at a share."""
     return int(np.ceil(Z95**2 * (1 - share) / share))
 
 
@@ -314,7 +314,7 @@ def statistic_rows(
 ) -> Iterator[StatisticRow]:
     """Estimate each of :data:`STATISTICS` for each method, and its difference from the unmodified model.
 
-    Methods without a score at some gold position are left out. A difference of two gaps gets no row: that of
+    Methods without a score at some gold position are left out. A difference of two gaps gets no row: the difference of
     the position biases says more. Contrasts are given at the ceiling, too: there they show that no position is lost.
 
     Args:
@@ -322,10 +322,10 @@ def statistic_rows(
         name: Column of the score.
         unmodified: Name of the unmodified model in the column method.
         resamples: Number of draws R.
-        seed: Of the random generators.
+        seed: Seed of the random generators.
         chance: Score of a guess, 0..1.
         notes: Why nothing can be said about a method, by its name; by default its :func:`score_limit_note`.
-        anytime: Of a method whose scores decided how many questions were asked, its intervals that hold all the same.
+        anytime: Intervals that hold at any time, by method, for methods whose scores decided the number of questions.
     """
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
@@ -474,7 +474,7 @@ class CurveEstimates:
         self.by_statistic["gap"] = largest_gap(curve, draws, self.n, questions)
 
     def bounded(self, key: str) -> Estimate:
-        """A statistic with an interval within what scores in 0..1 can give."""
+        """A statistic with its interval clipped to the range possible for scores in 0..1."""
         estimate = self.by_statistic[key]
         least = 0.0 if key in ("gap", "position_bias") else -1.0
         return estimate._replace(
@@ -482,7 +482,7 @@ class CurveEstimates:
         )
 
     def difference_from(self, base: CurveEstimates, key: str) -> Estimate:
-        """Difference of a statistic from that of another method on the same questions."""
+        """Difference of a statistic from another method's on the same questions."""
         own_estimate = self.by_statistic[key]
         base_estimate = base.by_statistic[key]
         if key != "middle_drop":
@@ -550,8 +550,7 @@ def _largest_interval(
     """Compute the interval of the largest of P contrasts of a curve.
 
     The largest observed one is the luckiest. So the lower end allows for the largest error of all contrasts
-    that may be the largest in truth (Chernozhukov, Lee and Rosen 2013); the upper one is that of the basic
-    bootstrap.
+    that may be the largest in truth (Chernozhukov, Lee and Rosen 2013); the upper one is the basic bootstrap's.
 
     Args:
         contrasts: Weights of the gold positions, [P, K].

@@ -54,16 +54,16 @@ def read_table(file: str, *columns: str) -> pd.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """What a paper claims of the settings of a sweep, which are named by the value of a swept key.
+    """A paper's claim on the settings of a sweep, which are named by the value of a swept key.
 
     Attributes:
         claim: The claim with its source.
-        better: Settings that score at least a point more than ``than``, each of them.
+        better: Settings that each score at least a point more than ``than``.
         than: A setting, or ``none``: the unmodified model.
         equal: In place of ``better`` and ``than``, settings of which no two differ by a point.
-        not_better: In place of ``better``, settings that score less than a point more than ``than``, each of them.
-        one_search: Whether each setting is one search. Then a difference cannot be told from that of two searches
-            of one setting, and the claim is inconclusive.
+        not_better: In place of ``better``, settings that each score less than a point more than ``than``.
+        one_search: Whether each setting is one search. Then a difference could be between two searches of one setting,
+            and the claim is inconclusive.
     """
 
     claim: str
@@ -76,7 +76,7 @@ class Contrast:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Which rows of a paper's table an experiment is held against, and how their names map to ours.
+    """The rows of a paper's table to compare an experiment with, and the mapping of their names to ours.
 
     Attributes:
         file: CSV in a ``reference/`` folder, with columns model, method, task, position, metric, value.

@@ -1,4 +1,4 @@
-"""From scored rows to tidy tables with intervals; pure functions."""
+"""Make tidy tables with intervals from scored rows; pure functions."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class ScoreGroup(NamedTuple):
     def mean(
         self, rows: pd.DataFrame, weights: pd.Series[float] | None = None
     ) -> Estimate:
-        """Estimate the mean, or that of the paired differences, over some of the rows.
+        """Estimate the mean, of values or of paired differences, over some of the rows.
 
         Args:
             rows: The rows.
-            weights: What each of them counts; None: all count the same.
+            weights: Weight of each row; None: equal weights.
         """
         rows = rows.dropna(subset=[self.metric])
         if rows.empty:
@@ -90,10 +90,10 @@ class SubsetEstimate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tabulator:
-    """Makes the tables of a run of a task by a model out of its scored rows.
+    """Makes the tables of a run from its scored rows.
 
-    Methods are compared with the one called ``unmodified`` on the same prompts. Intervals that need draws
-    have ``resamples`` of them; ``seed`` is theirs, and a column. A served model has ``thinking_tokens`` of its own.
+    Methods are compared with the one called ``unmodified`` on the same prompts. Intervals that need draws use
+    ``resamples`` draws with ``seed``, which is also a column. A served model has ``thinking_tokens`` of its own.
     """
 
     task: Task
@@ -182,7 +182,7 @@ class Tabulator:
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
     def _missing_notes(self, frame: pd.DataFrame) -> dict[str, str]:
-        """For each method why its scores mean nothing as answers are missing; empty where they stand."""
+        """Return for each method why missing answers invalidate its scores; empty if they do not."""
         return {
             str(method): outcomes.missing_note(
                 rows,
@@ -214,7 +214,7 @@ class Tabulator:
         """The shares of each kind of missing answers of each method, at each gold position and over all; none where no
         row is of that kind."""
         lines = []
-        for metric in outcomes.METRICS:
+        for metric in outcomes.OUTCOME_METRICS:
             if not (frame[outcomes.KIND] == metric).any():
                 continue
             for method, rows in frame.groupby("method", sort=False):
@@ -305,8 +305,8 @@ class Tabulator:
         """Estimate every subset and every average.
 
         An average is the mean over its subsets' rows, each row with its subset's weight over its number of rows: a
-        question that stands in several subsets is one cluster. Where a subset's score is composed of several means,
-        the subsets' intervals are combined.
+        question in several subsets is one cluster. If a subset's score combines several means, the subsets' intervals
+        are combined.
         """
         task_metric = self.task.metric
         subsets = list(dict.fromkeys(frame["subset"]))
@@ -362,13 +362,13 @@ class Tabulator:
         Args:
             subsets: Names of the subsets.
             methods: Names of the methods.
-            estimates: Those of subsets, by method, subset and label: what has none takes no part.
+            estimates: Estimates by method, subset and label; subsets without one are left out.
 
         Yields:
             The average's name, method, label, and the weights of the subsets in it, of sum 1.
         """
         averages = {"all": tuple(subsets)} | dict(self.task.averages())
-        # An average may be made of other averages, which stand before it; the total is the last.
+        # An average may be made of earlier averages; the total is the last.
         averages["all"] = averages.pop("all")
         counts: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         weights_of: dict[tuple[str, str], dict[str, dict[str, float]]] = defaultdict(
@@ -395,7 +395,7 @@ class Tabulator:
     def _member_shares(
         self, members: Sequence[Mapping[str, float]], counts: Mapping[str, int]
     ) -> list[float]:
-        """What each member counts in an average, as the task says; 1 in all.
+        """Return the weight of each member in an average, by the task's rule; the sum is 1.
 
         Args:
             members: The subsets of each member.
@@ -460,9 +460,9 @@ def score_frame(
         task: The task that scored them.
 
     Returns:
-        A row per reply with method, id, gold_position, cluster, subset, the columns of
-        :mod:`posbench.stats.outcomes` and each metric (NaN where a reply lacks it, as what is no answer does), and the
-        names of the metrics, the task's own first.
+        A row per reply with method, id, gold_position, cluster, subset, the columns of :mod:`posbench.stats.outcomes`
+        and each metric (NaN if a reply lacks it, always for one that is no answer), and the names of the metrics, the
+        task's own first.
 
     Raises:
         ValueError: There is no such row.

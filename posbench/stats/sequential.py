@@ -12,18 +12,18 @@ from posbench.stats.position_bias import CurveIntervals, contrast_with_others
 ALPHA = 0.05
 """Probability with which an interval may ever miss its mean."""
 JOINT_ALPHA = 0.025
-"""The same for the contrasts of all positions together, of which a bias is named: half, so that the search for any
-bias, which looks at all positions, and for its absence stay within 5 % in all."""
+"""Probability with which any interval of the contrasts of all positions together may ever miss: half of :data:`ALPHA`,
+so that the tests for any bias (over all positions) and for its absence stay within 5 % together."""
 BET_HORIZONS = (40, 400)
 """Numbers of questions at which the bets of a gambler gain most."""
 BET_WEIGHTS = (0.3, 0.7)
 """Share of his capital that he bets for each of the horizons."""
 MAX_BET = 0.5
-"""Share of the capital that a single bet risks at most."""
+"""Largest share of the capital that a single bet risks."""
 FIRST_QUESTIONS = 20
 """Questions at each position before a run may stop."""
 FIRST_FORECAST = 100
-"""Questions at each position from which a curve tells how many more its bias takes."""
+"""Questions at each position from which a curve can forecast the further questions that its bias needs."""
 BISECTIONS = 12
 """Halvings of 0..1 in which an end of an interval is searched, on its wide side."""
 FUTURES = 24
@@ -83,7 +83,7 @@ def anytime_intervals(
     scaled = (np.asarray(values, dtype=np.float64) - low) / (high - low)
     lower = _lower_ends(scaled, alpha / 2)
     upper = 1 - _lower_ends(1 - scaled, alpha / 2)
-    # Where every candidate was rejected, the mean lies between two of them.
+    # Where every candidate was rejected, the mean lies between two candidates.
     means = scaled.mean(axis=-1)
     is_empty = lower > upper
     between = np.clip(means, upper, lower)
@@ -107,9 +107,9 @@ def _lower_ends(values: Array, alpha: float) -> Array:
 def curve_intervals(scores: Array) -> CurveIntervals:
     """Estimate the curve over gold positions with intervals that hold at any time.
 
-    The interval of each position's contrast holds by itself, with a probability of 1 - :data:`ALPHA`; those of
-    ``primacy`` and ``recency`` hold together. That of the position bias is made of all contrasts, with intervals that
-    hold together with a probability of 1 - :data:`JOINT_ALPHA`.
+    The interval of each position's contrast holds by itself, with a probability of 1 - :data:`ALPHA`; ``primacy`` and
+    ``recency`` hold together. The interval of the position bias is made of all contrasts, whose intervals hold together
+    with a probability of 1 - :data:`JOINT_ALPHA`.
 
     Args:
         scores: Scores in 0..1 of N >= 1 questions at K >= 3 gold positions in order, [N, K].
@@ -156,11 +156,11 @@ def _estimates(values: Array, alpha: float) -> list[Estimate]:
 
 
 def verdict_times(scores: Array, margin: float) -> tuple[Array, Array]:
-    """Compute after how many questions the intervals of :func:`curve_intervals` tell a bias, and that there is none.
+    """Compute the questions after which the intervals of :func:`curve_intervals` show a bias, or that there is none.
 
     Args:
         scores: Scores in 0..1 of S runs of N questions at K gold positions, [S, N, K].
-        margin: What a position may differ from the mean of the others.
+        margin: Negligible difference of a position from the mean of the others.
 
     Returns:
         Questions of each run until some contrast surely differs from zero, and until every contrast is surely within
@@ -190,19 +190,19 @@ def _first_time(events: Any) -> Array:
 
 
 def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | None:
-    """Forecast how many questions at each position a run takes, in all, until it tells a bias or that there is none.
+    """Forecast the total of questions at each position until a run shows a bias, or that there is none.
 
     The run is continued :data:`FUTURES` times with questions like those asked. The curve of few questions varies by
-    noise alone, and what noise explains of its variance is no bias that further questions would show: so large a share
-    of these questions, drawn anew for each continuation from what noise may explain, has its scores shuffled over the
-    positions (James and Stein 1961). Before :data:`FIRST_FORECAST` questions all are shuffled: it is then what a model
-    without a bias takes, about the most. The forecast is the number within a factor of two of which most continuations
-    end.
+    noise alone, and the part of its variance that noise explains is no bias that further questions would show: that
+    share of these questions, drawn anew for each continuation from its distribution, has its scores shuffled over the
+    positions (James and Stein 1961). Before :data:`FIRST_FORECAST` questions all are shuffled: the forecast is then for
+    a model without a bias, about the longest. The forecast is the number within a factor of two of which most
+    continuations end.
 
     Args:
         scores: Scores in 0..1 of N >= 1 questions at K gold positions in order, [N, K].
-        margin: What a position may differ from the mean of the others.
-        seed: Of the random generator.
+        margin: Negligible difference of a position from the mean of the others.
+        seed: Seed of the random generator.
 
     Returns:
         Questions at each position, N or more; None where most continuations take more than :data:`FARTHEST_FORECAST`.
@@ -217,7 +217,8 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
 
 
 def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
-    """Questions that each continuation of a run takes up to its verdict; infinite where that is beyond the farthest."""
+    """Return the questions that each continuation of a run needs for its verdict; infinite beyond the farthest
+    forecast."""
     num_questions, num_positions = scores.shape
     rng = np.random.default_rng(seed)
     variance = max(float(scores.mean(axis=0).var(ddof=1)), 1e-12)

@@ -34,7 +34,7 @@ WITHOUT_SIDE = (FLAT, UNEVEN, UNCLEAR)
 NEGLIGIBLE_CONTRAST = 0.1
 """Difference of a position from the mean of the others, or of an end from the inner positions, that is negligible."""
 MINOR_SHARE = 1 / 3
-"""Share of what the other end differs, or of best minus worst, below which a difference is a minor one."""
+"""Share of the other end's difference, or of best minus worst, below which a difference is a minor one."""
 
 
 def name_shape(curve: CurveIntervals) -> str:
@@ -43,7 +43,7 @@ def name_shape(curve: CurveIntervals) -> str:
     Where the position bias is not surely above zero and worth naming, the shape is flat if every position is surely
     like the others, else unclear. Where it is, the ends are compared with the inner positions (:func:`_side`), and the
     side that this gives is named if no position contradicts it (:func:`_is_contradicted`), else the shape is uneven; so
-    it is where positions contradict all of them.
+    it is if positions contradict all sides.
 
     Args:
         curve: Its intervals, either all for a number of questions that was fixed beforehand, or all for any time.
@@ -58,12 +58,12 @@ def name_shape(curve: CurveIntervals) -> str:
 
 
 def _side(first: Estimate, last: Estimate) -> str:
-    """The part of the prompt that is favoured by the contrasts of the first and the last position.
+    """Return the favoured part of the prompt by the contrasts of the first and the last position.
 
-    Both ends above the inner positions are a middle drop, both below a middle rise, unless one end differs by less
-    than a third of what the other does. One end that is surely the better, or the other surely the worse, gives
-    primacy or recency; so does an end that differs from the inner positions, further than the other one, which is
-    like them. Ends that are both like the inner positions favour no part: uneven.
+    Both ends above the inner positions are a middle drop, both below a middle rise, unless one end differs by less than
+    a third of the other's difference. One end that is surely the better, or the other surely the worse, gives primacy
+    or recency; so does an end that differs from the inner positions, further than the other one, which is like them.
+    Ends that are both like the inner positions favour no part: uneven.
     """
     first_sign = _sign(first)
     last_sign = _sign(last)
@@ -89,8 +89,8 @@ def _is_contradicted(side: str, contrasts: Sequence[Estimate]) -> bool:
 
     Primacy says that the score falls over the prompt, recency that it rises, a middle drop that it falls and then
     rises: a position contradicts that if it is surely on the wrong side of another one, by a third of best minus worst
-    or more. A middle drop also says that a third of the inner positions or more are lost, each by a third of what the
-    lowest one loses or more; one of several is no middle. A middle rise is the mirror image.
+    or more. A middle drop also says that a third of the inner positions or more are lost, each by at least a third of
+    the lowest one's loss; one of several is no middle. A middle rise is the mirror image.
     """
     if side == MIDDLE_RISE:
         return _is_contradicted(MIDDLE_DROP, [_negated(c) for c in contrasts])
@@ -124,14 +124,14 @@ def _rises(contrasts: Sequence[Estimate], values: Sequence[float]) -> bool:
 def is_flat(contrasts: Sequence[Estimate]) -> bool:
     """Whether every position surely differs from the mean of the others by a negligible amount.
 
-    A test of equivalence: it says so wrongly only if the one position that differs most is missed, so that the level
-    of one interval is that of the whole (intersection-union test, Berger 1982).
+    A test of equivalence: it says so wrongly only if the one position that differs most is missed, so the level of one
+    interval is the level of the test (intersection-union test, Berger 1982).
     """
     return bool(contrasts) and all(map(_is_negligible, contrasts))
 
 
 def _sign(contrast: Estimate) -> Literal["higher", "lower", "like"] | None:
-    """Whether an end scores higher or lower than the inner positions, or like them; None: cannot tell."""
+    """Whether an end scores higher or lower than the inner positions, or like them; None: undecided."""
     if contrast.ci_low > 0:
         return "higher"
     if contrast.ci_high < 0:

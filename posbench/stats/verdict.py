@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
 
 
 def run_verdict(metrics: pd.DataFrame | None) -> Verdict | None:
-    """The verdict on a run: that on its method, or without one on the model as it is.
+    """Return the verdict on a run: on its method, or without one on the unmodified model.
 
     Args:
         metrics: Rows of metrics.csv of one run; None when nothing was scored.
@@ -154,7 +154,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
 
 
 def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
-    """What a method is worth that lifts a model off the floor; None where it stays there."""
+    """Return the verdict on a method that lifts a model off the floor; None if it stays there."""
     average = _score(metrics, method)
     if _note(average).startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {_note(average)}")
@@ -172,7 +172,7 @@ def _side(metrics: pd.DataFrame, method: str) -> str:
 
 
 def _shortfall(metrics: pd.DataFrame, method: str) -> float:
-    """How far below 1 the lowest end of the intervals of a method's scores by position lies."""
+    """Return 1 minus the lowest end of the intervals of a method's scores by position."""
     rows = rows_at_positions(metrics)
     return float(1 - rows.loc[rows["method"] == method, "ci_low"].min())
 
@@ -190,7 +190,7 @@ def _score(metrics: pd.DataFrame, method: str, metric: str = "") -> Any:
 
 
 def _note(row: Any) -> str:
-    """Why a number says nothing; empty where it does."""
+    """Return the note on why a number says nothing; empty if there is none."""
     note = getattr(row, "note", "")
     return note if isinstance(note, str) else ""
 

@@ -42,7 +42,7 @@ from posbench.stats.findings import (
     with_subject,
 )
 from posbench.stats.frames import UNMODIFIED
-from posbench.stats.outcomes import MAX_SHARE, PROBLEM
+from posbench.stats.outcomes import MAX_MISSING_SHARE, PROBLEM
 from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
 
@@ -557,7 +557,7 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
 def unless_missing(finding: Finding, row: Any) -> Finding:
     """A finding on a row of :func:`contrast_columns`; without a verdict where too many answers are missing."""
     missing = row.get("missing", 0.0)
-    if not missing > MAX_SHARE:
+    if not missing > MAX_MISSING_SHARE:
         return finding
     return finding.not_testable(
         f"{PROBLEM}: {missing:.1%} of the replies are no answers"

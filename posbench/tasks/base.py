@@ -1,4 +1,4 @@
-"""What every task is: pure text in, numbers out."""
+"""The interface of tasks: plain text in, numbers out."""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,10 +25,10 @@ class Example:
 
     Attributes:
         id: Unique within the task and split, stable across runs.
-        prompt: What the model is asked, before any chat template.
+        prompt: The prompt, before any chat template.
         answers: Accepted answers; the first is the target of a calibration loss.
-        gold_position: 0-based index of the gold item among the items; None without positions. Of several gold
-            items the one whose place the task varies, and by which tables and figures are sorted.
+        gold_position: 0-based index of the gold item among the items; None without positions. With several gold items,
+            the one that the task moves, and by which tables and figures are sorted.
         other_gold: Indices of the other gold items, which the answer needs as well.
         items: Span in the prompt of every item, in characters (start, end).
         cluster: Examples that share a question, which intervals resample; empty: this one alone.
@@ -36,10 +36,10 @@ class Example:
         choices: Continuations, the likeliest of which is the reply; empty: the model generates one.
         chat: Whether a chat template may surround the prompt.
         system: System message, where a chat template surrounds the prompt.
-        prefill: How the reply begins (such as "Answer:"), after the prompt and its template.
+        prefill: Beginning of the reply (such as "Answer:"), after the prompt and its template.
         max_new_tokens: Tokens to generate at most, instead of the task's.
         min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may come.
-        stop: Texts that end the reply; they are cut off with what follows.
+        stop: Texts that end the reply; they and all text after them are cut off.
         document: Span from whose end truncation=document and words cut.
         separator: Put where the document was cut.
         meta: Anything else that scoring needs.
@@ -79,7 +79,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A benchmark. The dataclass fields are the keys of ``task.*``; a default stands here alone."""
+    """A benchmark. The dataclass fields are the keys of ``task.*``, with their only defaults."""
 
     # increases when a number can move
     version: ClassVar[str] = "1"
@@ -89,7 +89,7 @@ class Task(ABC):
     source: ClassVar[str]
     licence: ClassVar[str]
     size: ClassVar[str]
-    # what a mean over subsets weights alike
+    # units of equal weight in a mean over subsets
     average: ClassVar[Literal["examples", "subsets"]] = "examples"
     # documents or pairs per prompt, where gold positions count them
     items: ClassVar[int | None] = None
@@ -97,9 +97,9 @@ class Task(ABC):
     calibration_items: ClassVar[int | None] = None
     # fields with the items per prompt, and per calibration prompt, where gold positions count them
     sizes: ClassVar[tuple[str, ...]] = ()
-    # whether the benchmark prescribes the length of a reply, and scores one that reaches it as it stands
+    # whether the benchmark prescribes the length of a reply, and scores replies of that length
     prescribes_length: ClassVar[bool] = False
-    # further metrics that tables show at every gold position, beside the task's own
+    # further metrics that tables show at every gold position, besides the task's own
     metrics_by_position: ClassVar[tuple[str, ...]] = ()
     # score of a guess, where that means something
     chance: ClassVar[float | None] = None
@@ -112,7 +112,7 @@ class Task(ABC):
     # before any chat template (LongBench, LooGLE); ``document`` cuts the end of the document (ZeroSCROLLS);
     # ``words`` does so 250 words at a time (L-Eval)
     truncation: Truncation = "refuse"
-    # tokens of the prompt before any chat template; None: what the window has room for
+    # tokens of the prompt before any chat template; None: limited by the window alone
     max_prompt_tokens: Several | None = None
     # questions at most at each gold position of each subset, the first ones in the file's order; None: all
     limit: Count | None = None
@@ -149,7 +149,7 @@ class Task(ABC):
         return []
 
     def checked_score(self, example: Example, text: str) -> dict[str, float]:
-        """:meth:`score`; UserError where it lacks the task's metric, or holds what is no finite number."""
+        """:meth:`score`; UserError if it lacks the task's metric, or has a value that is not finite."""
         scores = self.score(example, text)
         composes_metric = type(self).total is not Task.total
         lacks_metric = bool(scores) and self.metric not in scores
@@ -174,7 +174,7 @@ class Task(ABC):
         return self.score(example, text).get(self.metric, 0.0) >= 1
 
     def extracted(self, example: Example, text: str) -> str | None:
-        """What :meth:`score` reads out of a reply, to show it; None where it looks at the whole reply."""
+        """Return the part of a reply that :meth:`score` reads, to show it; None if it reads the whole reply."""
         return None
 
     def how_to_shorten(self, example: Example) -> str:
@@ -216,7 +216,7 @@ class Task(ABC):
         return means[self.metric]
 
     def notes(self) -> list[str]:
-        """What a reader of the scores must know of the data, a line each; none by default."""
+        """Notes on the data for readers of the scores, a line each; none by default."""
         return []
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
@@ -279,10 +279,9 @@ def first_examples(examples: Iterable[Example], limit: int | None) -> list[Examp
 def split_into_rounds(
     examples: Sequence[Example], questions: int | None
 ) -> list[list[Example]]:
-    """The examples in rounds of so many questions of each subset, each at all of its gold positions.
+    """Return the examples in rounds of ``questions`` questions of each subset, each at all of its gold positions.
 
-    The first rounds of a task are all that it asks with a smaller ``limit``: see :func:`first_examples`. Without
-    a number there is one round.
+    The first rounds equal the examples with a smaller ``limit``: see :func:`first_examples`. None: one round.
     """
     if questions is None:
         return [list(examples)] if examples else []
@@ -296,7 +295,7 @@ def split_into_rounds(
 
 
 def num_questions(examples: Iterable[Example]) -> int:
-    """The most questions at a gold position of a subset: what ``limit`` would have to be."""
+    """Return the most questions at a gold position of a subset: the ``limit`` that keeps all."""
     counts = Counter((example.subset, example.gold_position) for example in examples)
     return max(counts.values(), default=0)
 

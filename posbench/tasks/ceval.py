@@ -25,20 +25,20 @@ _ANSWER_FORMS = (
     rf"{_LETTER}\W*选?项?(?:是|都是)?(?:正确|对的|符合)",
     rf"选[择项]?\W*{_LETTER}(?!\W*[错不])",
 )
-"""How replies name a letter, the surest form first."""
+"""Patterns of letters in replies, the surest form first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CEval(Exam):
     """C-Eval, the 1346 questions of its val files, each after the first five dev questions of its subject.
 
-    ``split=test`` has 12342 questions, whose answers the original files do not hold: the run then writes
-    ``ceval_submission.json`` in the leaderboard's form, and scores what has an answer in the file. ``path``
-    takes the original CSV files (``ceval-exam.zip``), None takes ceval/ceval-exam.
+    ``split=test`` has 12342 questions, whose answers are not in the original files: the run then writes
+    ``ceval_submission.json`` in the leaderboard's form, and scores the questions that have an answer in the file.
+    ``path`` takes the original CSV files (``ceval-exam.zip``), None takes ceval/ceval-exam.
 
-    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header,
-    puts a blank before the letter and strips the question. Answers alone, no chain of thought;
-    ``answer=generate`` reads the letter with :meth:`letter`. The official mean is that over subjects.
+    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header, puts a blank
+    before the letter and strips the question. Answers alone, no chain of thought; ``answer=generate`` reads the letter
+    with :meth:`letter`. The official mean is over subjects.
     """
 
     source: ClassVar[str] = (
@@ -71,10 +71,10 @@ class CEval(Exam):
         return f"以下是中国关于{name}{exam}单项选择题，请选出其中的正确答案。"
 
     def letter(self, text: str) -> str:
-        """The letter of the choice that a reply makes; empty where it makes none.
+        """Return the letter of the choice in a reply; empty if there is none.
 
-        In this order: a letter that stands alone at the start; the letter of "the answer is X" (答案是X), "X is
-        right" (X正确) or "choose X" (选X); the only letter of the reply.
+        In this order: a single letter at the start; the letter of "the answer is X" (答案是X), "X is right" (X正确) or
+        "choose X" (选X); the only letter of the reply.
         """
         # Full-width letters and punctuation become ASCII.
         reply = unicodedata.normalize("NFKC", text)

@@ -1,4 +1,4 @@
-"""Multiple-choice exams in many subjects (MMLU, C-Eval): what their prompts, files and scores share."""
+"""Multiple-choice exams in many subjects (MMLU, C-Eval): their common prompts, files and scores."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -64,7 +64,7 @@ class Exam(EvaluationOnly):
     unlabelled: ClassVar[str] = ""
     # last line of a question, which the letter follows
     cue: ClassVar[str]
-    # what stands between the two
+    # text between the two
     gap: ClassVar[str] = " "
     # texts that end a generated reply
     stop: ClassVar[tuple[str, ...]] = ()
@@ -98,7 +98,7 @@ class Exam(EvaluationOnly):
 
     @abstractmethod
     def letter(self, text: str) -> str:
-        """The letter that a reply gives; anything else where it gives none."""
+        """Return the letter that a reply gives; anything else if it gives none."""
 
     def official(self) -> tuple[Source, ...]:
         """The hub's files of the subjects that are asked."""

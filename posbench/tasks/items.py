@@ -1,4 +1,4 @@
-"""Lists of items (documents, pairs) in a prompt: where each one stands, and where the gold one goes."""
+"""Lists of items (documents, pairs) in a prompt: the position of each, and the placement of the gold item."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GoldPositionTask(Task):
     calibration_examples: Annotated[int, Ge(1), Le(100_000)] = 100
     # gold positions that they take in turn; None: see the task
     calibration_positions: Positions | None = None
-    # seed of what is drawn
+    # seed of all random choices
     seed: Seed = 0
 
     @property
@@ -166,7 +166,7 @@ def sort_by_gold_position(
 
 
 def spread_examples(examples: Sequence[Example], count: int) -> list[Example]:
-    """So many examples, sorted by gold position and spread evenly over all of them; all where there are no more."""
+    """Return ``count`` examples, sorted by gold position and spread evenly over all; all if there are no more."""
     ordered = sorted(examples, key=lambda example: example.gold_position or 0)
     count = min(count, len(ordered))
     return [ordered[i * len(ordered) // count] for i in range(count)]

@@ -19,9 +19,10 @@ from posbench.tasks.scorers import contains_answer
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 OFFICIAL = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}/kv_retrieval_data"
-SIZES = (75, 140, 300)
-QUESTIONS = 500
-"""Pairs per prompt of the official files, and questions in each."""
+OFFICIAL_PAIRS = (75, 140, 300)
+"""Pairs per prompt of the official files."""
+KV_QUESTIONS = 500
+"""Questions in each official file."""
 
 WORDS = tuple("".join(letters) for letters in product("bdgkmnrt", "aeio", "lp"))
 """The 64 words that the embedded models read; none contains another, which would confuse the scoring."""
@@ -45,9 +46,9 @@ def compact_prompt(pairs: list[Pair], key: str) -> tuple[str, Spans]:
 
 
 BEFORE_VALUE = " \n\"'`*:{"
-"""What may stand in front of a value that a reply begins with."""
+"""Characters allowed before a value at the beginning of a reply."""
 UUID_LIKE = re.compile(r"[0-9a-f-]{8,}(?=[^0-9a-f-])")
-"""A complete text of hexadecimal digits and hyphens: what follows it is neither."""
+"""A run of at least 8 hexadecimal digits and hyphens, followed by another character."""
 PROMPTS = {"official": official_prompt, "compact": compact_prompt}
 
 
@@ -92,7 +93,7 @@ class KVRetrieval(GoldPositionTask):
                 if count > limit:
                     allowed = f"at most {limit} with records=words"
                     refuse(key, count, allowed, f"set task.{key}={limit}")
-        largest = SIZES[-1]
+        largest = OFFICIAL_PAIRS[-1]
         if self.path == "official" and self.pairs > largest:
             allowed = f"at most {largest} with path=official"
             hint = f"set task.pairs={largest}, or task.path=null"
@@ -138,7 +139,7 @@ class KVRetrieval(GoldPositionTask):
         """The official file and the calibration prompts, where they are given."""
         sources = []
         if self.path == "official":
-            size = next(size for size in SIZES if size >= self.pairs)
+            size = next(size for size in OFFICIAL_PAIRS if size >= self.pairs)
             url = f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz"
             sources.append(Source(kind="url", id=url, field="task.path"))
         elif self.path:
@@ -224,7 +225,7 @@ class KVRetrieval(GoldPositionTask):
         """The questions of a file of the benchmark, each at every gold position."""
         path = self.place()
         faults = Faults()
-        count = QUESTIONS if self.path == "official" else 0
+        count = KV_QUESTIONS if self.path == "official" else 0
         lines = list(read_data_rows("path", path, count=count, faults=faults))
         questions = parse_rows(lines[: self.limit], _pairs_and_gold, faults)
         for number, (pairs, gold) in enumerate(questions):

@@ -23,8 +23,8 @@ from posbench.tasks.reading import (
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
 FILES: dict[str, dict[str, Any]] = json_beside(__file__)["files"]
-"""Of each benchmark: documents in its own file, that file's sha256, and the system message."""
-REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
+"""By benchmark: documents in its own file, that file's sha256, and the system message."""
+LEVAL_URL = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
 
 LETTERS = "ABCD"
 _BY_STORY = "based on the world described in the document."
@@ -127,7 +127,7 @@ class LEvalClosed(EvaluationOnly):
         return tuple(_official(subset) for subset in self.subsets)
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
-        """``sci_fi`` is the mean of both readings; ``all`` that of the benchmarks."""
+        """``sci_fi`` is the mean of both readings; ``all`` the mean of the benchmarks."""
         if "sci_fi" not in self.subsets:
             return {"all": self.subsets}
         return {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact"), "all": self.subsets}
@@ -166,7 +166,7 @@ class LEvalClosed(EvaluationOnly):
 def _official(name: Benchmark) -> Source:
     return Source(
         kind="url",
-        id=f"{REPOSITORY}/{name}.jsonl",
+        id=f"{LEVAL_URL}/{name}.jsonl",
         field="task.path",
         sha256=FILES[name]["sha256"],
     )

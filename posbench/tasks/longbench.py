@@ -22,7 +22,7 @@ from posbench.tasks.reading import (
 )
 
 PROMPTS: dict[str, Any] = json_beside(__file__)["tasks"]
-"""Prompt and tokens to generate of every task, character by character those of the benchmark (MIT)."""
+"""Prompt and tokens to generate of every task, character by character as in the benchmark (MIT)."""
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -79,7 +79,7 @@ GOLD_FORMS = {
     "passage_retrieval_en": r"Paragraph \d+",
     "passage_retrieval_zh": r"段落\d+",
 }
-"""What a gold text must look like to be scored."""
+"""Forms of the gold texts that are scored."""
 CLASSIFICATION = ("trec", "lsht")
 """Tasks whose gold text is one of some classes."""
 

@@ -23,7 +23,7 @@ HUB = Source(
     revision=COMMIT,
 )
 
-TYPE = "timeline_reorder"
+QUESTION_TYPE = "timeline_reorder"
 INSTRUCTION = "Please answer the question based on the long texts below. "
 _EVENT_NUMBER = re.compile(r"^[ \t]*(\d+)[ \t]*[.)][ \t]*", re.MULTILINE)
 _ROMAN_UNITS = ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")
@@ -35,17 +35,17 @@ def roman(number: int) -> str:
 
 
 def numerals(text: str, *, arabic: bool = False) -> list[str]:
-    """All numerals that stand as words, in order, also the ``I`` of "I think", as in the official parser."""
+    """Return all numerals that are words, in order, also the ``I`` of "I think", as in the official parser."""
     return re.findall(r"\b\d+\b" if arabic else r"\b[IVXLCDM]+\b", text)
 
 
 def deviations(order: Sequence[int]) -> dict[str, float]:
-    """How far a permutation, the places from 0 in the gold order, is from 0, 1, ..., n-1 (Li et al. 2023).
+    """Distances of a permutation (places in the gold order, from 0) from 0, 1, ..., n-1 (Li et al. 2023).
 
-    ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n
-    minus its cycles; ``sdd`` the length of those swaps, the one that reduces displacement most per place
-    first. Some swap of places i < j always reduces it by 2 (j - i), the most there is (the last item that has
-    to move right, and one that has to pass it): half the sum of displacements.
+    ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n minus its
+    cycles; ``sdd`` the length of those swaps, the one that reduces displacement most per place first. Some swap of
+    places i < j always reduces it by 2 (j - i), the most there is (the last item that has to move right, and one that
+    has to pass it): half the sum of displacements.
     """
     size = len(order)
     visited: set[int] = set()
@@ -142,7 +142,7 @@ class LooGLETimelineReorder(EvaluationOnly):
         for _, line in read_data_rows("path", file, member):
             examples += self._document(line)
         if not examples:
-            allowed = f'questions with "type": "{TYPE}"'
+            allowed = f'questions with "type": "{QUESTION_TYPE}"'
             refuse("path", str(file), allowed, "take LooGLE's file longdep_qa")
         return examples
 
@@ -153,7 +153,9 @@ class LooGLETimelineReorder(EvaluationOnly):
     def _document(self, line: Line) -> Iterator[Example]:
         """The examples of a document."""
         document = line.take("input")
-        questions = [pair for pair in _qa_pairs(line) if pair.take("type") == TYPE]
+        questions = [
+            pair for pair in _qa_pairs(line) if pair.take("type") == QUESTION_TYPE
+        ]
         if self.first_per_document:
             questions = questions[:1]
         for number, pair in enumerate(questions):

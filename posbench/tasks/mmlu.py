@@ -17,10 +17,10 @@ class MMLU(Exam):
     ``path`` takes the original CSV files, which have no header line; None takes cais/mmlu.
 
     ``prompt=lm_eval`` (the default, what leaderboards report) strips blanks around a question; ``official``
-    (evaluate.py of hendrycks/test) does not, and has two blanks before the subject in the header. That code
-    also drops demonstrations until a prompt fits 2048 tokens; a task knows no tokens, so here a prompt over
-    the context window follows ``truncation``. ``answer=generate`` is lm-eval's mmlu_generative: the first
-    line, exact but for letter case and punctuation.
+    (evaluate.py of hendrycks/test) does not, and has two blanks before the subject in the header. That code also drops
+    demonstrations until a prompt fits 2048 tokens; a task does not see tokens, so here ``truncation`` applies to
+    prompts over the context window. ``answer=generate`` is lm-eval's mmlu_generative: the first line, exact but for
+    letter case and punctuation.
     """
 
     source: ClassVar[str] = (

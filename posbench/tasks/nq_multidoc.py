@@ -1,4 +1,4 @@
-"""Multi-document question answering (Liu et al. 2023): the answer stands in one of n documents."""
+"""Multi-document question answering (Liu et al. 2023): the answer is in one of n documents."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from posbench.tasks.reading import Line, Row, parse_rows, read_data_rows, refuse
 from posbench.tasks.scorers import WHOLE_REPLY, best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
-REPOSITORY = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}"
-SIZES = (10, 20, 30)
-QUESTIONS = 2655
-"""Documents per prompt of the benchmark's own files, and questions in each."""
+LOST_IN_THE_MIDDLE_URL = (
+    f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}"
+)
+OFFICIAL_DOCUMENTS = (10, 20, 30)
+"""Documents per prompt of the benchmark's own files."""
+NQ_QUESTIONS = 2655
+"""Questions in each of these files."""
 
 INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results "
@@ -87,15 +90,15 @@ class NQMultiDoc(GoldPositionTask):
         prompt: ``official``; ``query_aware`` asks before and after the documents; ``random_order`` says that
             they are in random order and shuffles all but the gold one; ``closed_book`` shows none and
             ``oracle`` the gold one alone (these two once per question, without positions).
-        labels: ``renumbered`` from 1 (Liu et al.), or the ``original`` numbers of the file, which then run
-            out of order (Ms-PoE, Zhang et al. 2024).
+        labels: ``renumbered`` from 1 (Liu et al.), or the ``original`` numbers of the file, which then run out of order
+            (Ms-PoE, Zhang et al. 2024).
         reading: Which script reads the reply: ``yu`` strips it before it is cut at the first line break,
             ``liu`` after.
-        calibration_examples: Calibration questions: those of the file that come after the evaluation's.
+        calibration_examples: Calibration questions, which follow the evaluation's in the file.
         calibration_positions: None: ``positions``.
 
-    Score: 1 if a gold answer, normalised, occurs in the first line of the reply. ``whole_reply`` is the same of all of
-    it: a model that begins with a heading loses the first and not the second.
+    Score: 1 if a gold answer, normalised, occurs in the first line of the reply. ``whole_reply`` scores the whole
+    reply: a model that begins with a heading fails only the first.
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -120,7 +123,7 @@ class NQMultiDoc(GoldPositionTask):
     calibration_examples: Count = 200
 
     def __post_init__(self) -> None:
-        largest = max(SIZES)
+        largest = max(OFFICIAL_DOCUMENTS)
         if self.documents > largest and not self.path:
             hint = "set task.path to a file with more documents"
             refuse(
@@ -144,10 +147,10 @@ class NQMultiDoc(GoldPositionTask):
             return (Source(kind="path", id=self.path, field="task.path"),)
         name = "nq-open-oracle.jsonl.gz"
         if self._has_positions:
-            size = next(size for size in SIZES if size >= self.documents)
+            size = next(size for size in OFFICIAL_DOCUMENTS if size >= self.documents)
             folder = f"{size}_total_documents"
             name = f"{folder}/nq-open-{folder}_gold_at_0.jsonl.gz"
-        url = f"{REPOSITORY}/qa_data/{name}"
+        url = f"{LOST_IN_THE_MIDDLE_URL}/qa_data/{name}"
         return (Source(kind="url", id=url, field="task.path"),)
 
     def examples(self, split: Split) -> list[Example]:
@@ -179,7 +182,7 @@ class NQMultiDoc(GoldPositionTask):
         return self._calibration(lines, self.calibration_examples, count)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """1 if a gold answer, normalised, occurs in the first line of the reply, and in all of it.
+        """1 if a gold answer, normalised, occurs in the first line of the reply, and likewise for the whole reply.
 
         See :func:`best_subspan_em`.
         """
@@ -200,7 +203,7 @@ class NQMultiDoc(GoldPositionTask):
     def _lines(self) -> tuple[Path, list[Row]]:
         """The file and its lines."""
         file = self.place()
-        count = 0 if self.path else QUESTIONS
+        count = 0 if self.path else NQ_QUESTIONS
         return file, list(read_data_rows("path", file, count=count))
 
     def _calibration(self, lines: list[Row], start: int, count: int) -> list[Example]:
@@ -227,7 +230,7 @@ class NQMultiDoc(GoldPositionTask):
         return examples
 
     def _question(self, line: Line) -> Question:
-        """The question of a line, with as many documents as the prompt shows."""
+        """Return the question of a line, with the number of documents that the prompt shows."""
         text = line.take("question")
         answers = tuple(line.take("answers", list))
         if not all(isinstance(answer, str) and answer.strip() for answer in answers):
@@ -298,5 +301,5 @@ def _is_document(entry: Any) -> bool:
 
 
 def _normalized_text(question: Question) -> str:
-    """A question's text as far as two spellings of it agree."""
+    """Return a question's text, normalised so that its spellings agree."""
     return " ".join(question.text.casefold().split())

@@ -37,12 +37,12 @@ DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
 SHORT_ANSWER = 3
-"""Characters of an answer up to which a wrong reply may well hold it."""
+"""Characters of an answer so short that a wrong reply may well contain it."""
 MAX_LISTED = 5
 Match = Literal["words", "text"]
-"""Whether an answer must stand in a reply as whole words, or may be part of one."""
+"""Whether an answer must occur in a reply as whole words, or may be part of a word."""
 RESERVED_SUBSETS = ("all", "nan")
-"""Names that no subset may have: that of the average over subsets, and what tables read as no name."""
+"""Forbidden names of subsets: the average over subsets, and the name that tables read as missing."""
 
 
 class Record(BaseModel):
@@ -50,7 +50,7 @@ class Record(BaseModel):
 
     # in words
     kind: ClassVar[str]
-    # the field that tells the kind: what the prompt shows beside the question
+    # the field that defines the kind: the parts of the prompt besides the question
     holds: ClassVar[str]
     template: ClassVar[str] = DEFAULT_TEMPLATE
 
@@ -61,15 +61,15 @@ class Record(BaseModel):
     subset: str = Field("", description="a group of examples, also scored separately")
 
     def parts(self) -> list[Any]:
-        """What the prompt shows beside the question, one by one."""
+        """The parts of the prompt besides the question."""
         return list(getattr(self, self.holds))
 
     def text(self, number: int, part: Any) -> str:
-        """A part as the prompt has it where it is the one of that number, from 0."""
+        """Render the part at index ``number`` (from 0) for the prompt."""
         return str(part)
 
     def contents(self) -> str:
-        """All but id and subset: lines with the same ask the same question."""
+        """The content without id and subset: lines with equal contents ask the same question."""
         return self.model_dump_json(exclude={"id", "subset"})
 
 
@@ -139,7 +139,7 @@ class Documents(RecordWithGold):
     )
 
     def text(self, number: int, part: Document) -> str:
-        """With its number, from 1."""
+        """Render the document with its number, from 1."""
         title = f"(Title: {part.title})" if part.title else ""
         return f"Document [{number + 1}]{title} {part.text}"
 
@@ -159,7 +159,7 @@ class Choices(Record):
     gold: Index = Field(description="index of the right one, from 0; it stays in place")
 
     def text(self, number: int, part: str) -> str:
-        """With its letter."""
+        """Render the choice with its letter."""
         return f"{ascii_uppercase[number]}. {part}"
 
 
@@ -185,7 +185,7 @@ KINDS: dict[str, type[Record]] = {
 
 
 class ParsedFile(NamedTuple):
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         kind: The kind of its records.
@@ -209,10 +209,10 @@ class ParsedFile(NamedTuple):
 
 
 def parse_file(file: Path) -> ParsedFile:
-    """The records of a file, all of one kind.
+    """Parse the records of a file, all of one kind.
 
     Raises:
-        UserError: It cannot be read, is empty, or is of no kind; or what is wrong with its lines, together.
+        UserError: It cannot be read, is empty, or is of no kind; or all faults of its lines together.
     """
     kind = _kind_of(file)
     faults = Faults()
@@ -241,7 +241,7 @@ def parse_file(file: Path) -> ParsedFile:
 
 
 def _kind_of(file: Path) -> type[Record]:
-    """The kind of a file, by the first field that tells; UserError where none does."""
+    """Return the kind of a file by the first field that belongs to one kind; UserError if there is none."""
     faults = Faults()
     lines = [line for _, line in read_data_rows("path", file, faults=faults)]
     if not lines:
@@ -259,7 +259,7 @@ def _kind_of(file: Path) -> type[Record]:
 
 
 def _record(kind: type[Record], line: Line) -> Record:
-    """A line as a record; UserError for what is wrong with its fields."""
+    """Return a line as a record; UserError with the faults of its fields."""
     try:
         record = kind.model_validate(line)
     except ValidationError as error:
@@ -287,7 +287,7 @@ def _record(kind: type[Record], line: Line) -> Record:
 def _field_faults(kind: type[Record], line: Line, error: ValidationError) -> Faults:
     """The fields of a line that pydantic refuses, with the first fault of each."""
     hints = get_type_hints(kind, include_extras=True)
-    # Of a field with several errors the first says as much as the others.
+    # The first of several errors of a field says enough.
     details_of: dict[str, Any] = {}
     for details in error.errors():
         details_of.setdefault(str(details["loc"][0]), details)
@@ -327,18 +327,18 @@ def order_with_gold_at(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnData(EvaluationOnly):
-    """Your own questions, from a file that tells its kind by its fields; see docs/own_data.md.
+    """Your own questions, from a file whose fields define its kind; see docs/own_data.md.
 
     Args:
         path: The file, with a JSON object per line (``.jsonl``, ``.jsonl.gz``).
-        subsets: Those that are asked, by name; None: all.
-        positions: Where the gold item or document is put; each question is asked at every one.
-        items_per_prompt: Of longer lists the last ones that are not gold are left out. None: all, where every
-            line has as many. A line whose gold ones are more is refused.
-        template: The prompt, with ``{context}`` (what stands beside the question) and ``{question}``; None:
-            that of the kind.
-        separator: What stands between items, documents or choices.
-        match: ``words``: an answer must stand in the reply as whole words, so that "no" is not found in "know", nor
+        subsets: Names of the subsets to ask; None: all.
+        positions: Positions of the gold item or document; each question is asked at every one.
+        items_per_prompt: From longer lists the last non-gold items are left out. None: all, if every line has the same
+            number. A line with more gold items is refused.
+        template: The prompt, with ``{context}`` (the parts besides the question) and ``{question}``; None: the kind's
+            template.
+        separator: Text between items, documents or choices.
+        match: ``words``: an answer must occur in the reply as whole words, so that "no" is not found in "know", nor
             "42" in "1429"; ``text``: it may be part of a word. In scripts without spaces both are the same.
 
     Score: 1 if an accepted answer occurs in the reply, letter case ignored, also where the reply denies it ("not Mark
@@ -349,7 +349,7 @@ class OwnData(EvaluationOnly):
     source: ClassVar[str] = "your file"
     licence: ClassVar[str] = "yours"
     size: ClassVar[str] = "what the file holds"
-    version: ClassVar[str] = "4"  # 4: an answer stands in a reply as whole words
+    version: ClassVar[str] = "4"  # 4: an answer occurs in a reply as whole words
 
     sizes: ClassVar[tuple[str, ...]] = ("items_per_prompt", "items_per_prompt")
 
@@ -379,7 +379,7 @@ class OwnData(EvaluationOnly):
 
     @cached_property
     def own(self) -> ParsedFile:
-        """What the file holds; see :func:`parse_file`."""
+        """The content of the file; see :func:`parse_file`."""
         return parse_file(self.place())
 
     @property
@@ -419,7 +419,7 @@ class OwnData(EvaluationOnly):
 
     @cached_property
     def _line_of(self) -> dict[str, int]:
-        """By the id of a record, the number of its line."""
+        """Map the id of each record to the number of its line."""
         lines = read_data_rows("path", self.place())
         numbers = [number for number, _ in lines]
         return {
@@ -429,7 +429,7 @@ class OwnData(EvaluationOnly):
 
     @cached_property
     def _question_ids(self) -> dict[str, str]:
-        """By the id of a record, that of the first one with the same contents."""
+        """Map the id of each record to the id of the first one with the same contents."""
         first_id: dict[str, str] = {}
         return {
             record.id: first_id.setdefault(record.contents(), record.id)
@@ -463,7 +463,7 @@ class OwnData(EvaluationOnly):
         return notes
 
     def _short_answer_notes(self) -> list[str]:
-        """How many lines have an answer that many a wrong reply holds as well; empty where none has."""
+        """Report how many lines have an answer so short that wrong replies may contain it; empty if none has."""
         short_answers: dict[str, None] = {}
         num_lines = 0
         for record in self.own.records:
@@ -532,13 +532,13 @@ class OwnData(EvaluationOnly):
         position: int | None,
         order: Sequence[int] = (),
     ) -> Example:
-        """The example that shows some parts of a record.
+        """Return the example that shows some parts of a record.
 
         Args:
             record: The record.
-            parts: What the prompt shows, in its order.
-            position: Where the gold one stands; None where none is moved.
-            order: Index in the record of each part, where the gold one is moved.
+            parts: The parts shown, in the order of the prompt.
+            position: Position of the gold part; None if none is moved.
+            order: Index in the record of each part, if the gold one is moved.
         """
         template = self.template or record.template
         head, tail = (

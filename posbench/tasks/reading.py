@@ -20,11 +20,11 @@ T = TypeVar("T")
 MAX_FAULTS = 10
 """Faults of a file that are reported together."""
 MAX_LINE_CHARACTERS = 1 << 22
-"""Length of a line of JSON: the longest documents of the benchmarks have a tenth of it."""
+"""Longest line of JSON, ten times the longest documents of the benchmarks."""
 
 
 class Line(dict[str, Any]):
-    """The fields of one row, and where it stands.
+    """The fields of one row, with its place in the file.
 
     Attributes:
         field: Key that named the file, without ``task.``.
@@ -56,7 +56,7 @@ class Line(dict[str, Any]):
         raise LineError(location, "", allowed, "fix or remove that line")
 
     def fault(self, wrong: str, allowed: str) -> LineError:
-        """What is wrong with this line, to be raised."""
+        """Return an error about this line, to be raised."""
         location = f"{self.file_label}, line {self.number}"
         return LineError(location, wrong, allowed, "fix or remove that line")
 
@@ -86,11 +86,11 @@ def parse_rows(
 
     Args:
         lines: The rows.
-        parse: Makes something of a row, or refuses it.
-        faults: What the reader of the rows refused.
+        parse: Converts a row, or refuses it.
+        faults: Faults found by the reader of the rows.
 
     Raises:
-        SeveralErrors: What the reader and ``parse`` refused, ten faults at most.
+        SeveralErrors: Faults found by the reader and ``parse``, ten at most.
     """
     results: list[T] = []
     for _, line in lines:
@@ -112,7 +112,7 @@ def raise_faults(faults: Faults) -> NoReturn:
 
 
 def json_beside(module: str) -> Any:
-    """What the JSON file with the name of a module, given by its ``__file__``, holds."""
+    """Return the data of the JSON file next to a module (given by its ``__file__``), with the module's name."""
     return json.loads(Path(module).with_suffix(".json").read_text("utf-8"))
 
 
@@ -130,7 +130,7 @@ def check_names(field: str, names: Sequence[str], allowed: Sequence[str]) -> Non
 def find_file(
     folder: Path, names: Sequence[str], hint: str, archive: str = ""
 ) -> tuple[Path, str]:
-    """The first of some files that exists in a folder or in a ``.zip``.
+    """Return the first of some files that exists in a folder or in a ``.zip``.
 
     Args:
         folder: A folder, or the ``.zip``.
@@ -142,7 +142,7 @@ def find_file(
         The file and, of a zip, the path in it.
 
     Raises:
-        UserError: None of them exists, or the zip cannot be read.
+        UserError: No such file exists, or the zip cannot be read.
     """
     for name in names:
         if (folder / name).is_file():
@@ -170,7 +170,7 @@ def read_data_rows(
     count: int = 0,
     faults: Faults | None = None,
 ) -> Iterator[Row]:
-    """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these in a ``.zip``.
+    """Yield the rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these in a ``.zip``.
 
     Args:
         field: Key that named the file, without ``task.``.
@@ -179,7 +179,7 @@ def read_data_rows(
         names: Columns of a CSV without a header line.
         unique: A field whose values may occur once.
         count: Rows of the benchmark's own file, where this must be that file; 0: any number.
-        faults: Takes what is wrong with lines of JSON one by one, where the caller raises it.
+        faults: Collects the faults of lines of JSON, if the caller raises them.
 
     Raises:
         UserError: The file is empty or cannot be read (the message names the line), or the count differs.
@@ -218,9 +218,9 @@ def _rows(
     names: Sequence[str],
     faults: Faults | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and fields of every row.
+    """Yield number and fields of every row.
 
-    The arguments are those of :func:`read_data_rows`, ``file_label`` as in :class:`Line`.
+    Arguments as of :func:`read_data_rows`, ``file_label`` as in :class:`Line`.
     """
     kind = Path(member or file).suffix
     number = 0

@@ -25,7 +25,7 @@ _SCRIPTS_WITHOUT_BOUNDARIES = (
     *("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH"),
     *("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "HANGUL"),
 )
-"""Beginnings of Unicode names of letters without a space between words, or (Korean) with endings written to them."""
+"""Prefixes of Unicode names of letters written without spaces between words, or (Korean) with attached endings."""
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WITHOUT_CHINESE_PUNCTUATION = str.maketrans(
     "", "", string.punctuation + _CHINESE_PUNCTUATION
@@ -39,10 +39,10 @@ def contains_answer(
 
     Args:
         reply: The reply.
-        answers: The answers, none of them empty.
-        whole_words: Whether ``no`` is not part of ``know``, nor ``42`` of ``1429``: no letter or digit may stand
-            beside one that an answer begins or ends with. In Chinese, Japanese, Thai and other scripts without spaces,
-            and in Korean, an answer may stand anywhere.
+        answers: The answers, not empty.
+        whole_words: Whether ``no`` is not part of ``know``, nor ``42`` of ``1429``: no letter or digit may touch one
+            that an answer begins or ends with. In Chinese, Japanese, Thai and other scripts without spaces, and in
+            Korean, an answer may occur anywhere.
     """
     plain_reply = _comparable(reply)
     occurs = _occurs_as_word if whole_words else str.__contains__
@@ -50,7 +50,7 @@ def contains_answer(
 
 
 def _occurs_as_word(text: str, answer: str) -> bool:
-    """Whether an answer occurs in a text with no letter or digit beside one that it begins or ends with."""
+    """Whether an answer occurs in a text with no letter or digit next to one that it begins or ends with."""
     start = text.find(answer)
     while start >= 0:
         end = start + len(answer)
@@ -114,14 +114,14 @@ def best_subspan_em(
 ) -> float:
     """1 where a normalised answer is part of the reply's first line, else 0 (Liu et al. 2023): 13 is in 1300.
 
-    An answer of which normalisation leaves nothing is in every reply by the released scripts; here it must stand in it
-    as a word, see :func:`normalizer_of`.
+    An answer that normalisation empties is in every reply by the released scripts; here it must occur as a word, see
+    :func:`normalizer_of`.
 
     Args:
         reply: The reply.
-        answers: The accepted answers, none of them blank.
+        answers: The accepted answers, not blank.
         strip_first: White space goes before the reply is cut at its first line break, as in the script of Yu et al.
-            (arXiv:2406.02536), not after, as in that of Liu et al.: there a leading line break scores 0.
+            (arXiv:2406.02536), not after, as in Liu et al., where a leading line break scores 0.
         whole_reply: Look at the whole reply.
     """
     text = reply if whole_reply else first_line(reply, strip_first=strip_first)
@@ -198,11 +198,11 @@ def _cut(text: str) -> list[str]:
 
 
 def rouge_l(reply: str, gold: str) -> float:
-    """F of ROUGE-L as LongBench takes it: summary level, split at full stops, no stemming, letter case kept.
+    """ROUGE-L F as in LongBench: summary level, split at full stops, no stemming, letter case kept.
 
-    This is PyPI ``rouge`` 1.0.1; Google's ``rouge_score`` gives other numbers. Where nothing but full stops
-    stands on one side the package raises, and the score is 0 as in the benchmark. It recurses once per word
-    of a sentence: the official program scores 0 over Python's limit (about 1000 words), this one raises it.
+    This is PyPI ``rouge`` 1.0.1; Google's ``rouge_score`` gives other numbers. If one side has nothing but full stops
+    the package raises, and the score is 0 as in the benchmark. It recurses once per word of a sentence: the official
+    program scores 0 over Python's limit (about 1000 words), this one raises it.
     """
     from rouge import Rouge
 
@@ -294,7 +294,7 @@ def ascii_f1(reply: str, gold: str) -> float:
 
 
 def letter(text: str) -> str:
-    """The first of A, B, C, D that stands alone as a word; empty if none does (ZeroSCROLLS QuALITY)."""
+    """Return the first of A, B, C, D that is a word of its own; empty if there is none (ZeroSCROLLS QuALITY)."""
     match = re.search(r"\b[ABCD]\b", text)
     return match[0] if match else ""
 
@@ -315,13 +315,14 @@ def exponential_similarity(reply: str, gold: str) -> float:
 
 
 def parse_order(text: str) -> list[int]:
-    """The whole numbers of a list such as ``2, 1, 3``, whatever else stands around them."""
+    """Return the whole numbers of a list such as ``2, 1, 3``, whatever text is around them."""
     digits = re.sub(r"[^0-9, ]", "", text)
     return [int(number) for number in re.findall(r"[0-9]+", digits)]
 
 
 def concordance_index(reply: str, gold: str) -> float:
-    """Share of the pairs that the reply has in the gold order; 0 for no permutation of them (ZeroSCROLLS)."""
+    """Share of the pairs that the reply has in the gold order; 0 if it is no permutation of the gold items
+    (ZeroSCROLLS)."""
     reply_order = parse_order(reply)
     gold_order = parse_order(gold)
     if sorted(reply_order) != sorted(gold_order) or len(gold_order) < 2:

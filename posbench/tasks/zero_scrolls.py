@@ -30,7 +30,7 @@ NEW_TOKENS = {
     "space_digest": 36,
     "book_sum_sort": 256,
 }
-"""The ten tasks and the tokens that the benchmark generates at most."""
+"""The ten tasks and the most tokens that the benchmark generates."""
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
 LPES = (*SUMMARIES, "qasper", "narrative_qa", "space_digest")
@@ -40,7 +40,7 @@ SCORERS = {
     "space_digest": scorers.exponential_similarity,
     "book_sum_sort": scorers.concordance_index,
 }
-"""The score of a reply against one gold text, where it is neither ROUGE, nor a letter, nor token F1."""
+"""Scorers of a reply against one gold text, for tasks not scored by ROUGE, a letter or token F1."""
 
 FORMAT_REQUEST = "Do not provide any explanation."
 """Added to the instruction of every task but the summaries, for chat models."""
@@ -195,7 +195,7 @@ class ZeroSCROLLS(EvaluationOnly):
             subset=subset,
             chat=self.chat_format,
             max_new_tokens=min(NEW_TOKENS[subset], self.max_new_tokens),
-            # Up to the query, since the separator brings the empty line that stands between them.
+            # Up to the query, since the separator includes the empty line between them.
             document=(start, query),
             separator=line.take("truncation_seperator"),
             meta={"id": name},

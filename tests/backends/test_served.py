@@ -15,7 +15,7 @@ import pytest
 
 from posbench.backends.base import Untokenized, text_encoder
 from posbench.backends.served import (
-    PROBE,
+    PROBE_QUESTION,
     Endpoint,
     Reply,
     RequestError,
@@ -416,7 +416,7 @@ def test_a_blank_continuation_of_a_plain_text_is_no_thinking() -> None:
     """A base model goes on with empty lines where nothing is asked."""
     with serving() as server:
         server.apis = ("completions",)
-        server.thinking = lambda prompt: 16 if prompt == PROBE else 0
+        server.thinking = lambda prompt: 16 if prompt == PROBE_QUESTION else 0
         server.thinking_form = "uncounted"
         server.answer = lambda prompt: "Me."
         made = endpoint(server.url, api="completions")

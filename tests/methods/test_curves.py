@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posbench.errors import UserError
-from posbench.methods.curves import CURVES, check_points, layer_scales
+from posbench.methods.curves import CURVE_KINDS, check_points, layer_scales
 
 
 @st.composite
@@ -24,7 +24,7 @@ def de_casteljau(points, t):
     return rows[0]
 
 
-@given(control_points(), st.integers(1, 40), st.sampled_from(CURVES))
+@given(control_points(), st.integers(1, 40), st.sampled_from(CURVE_KINDS))
 def test_ends_range_and_constant(points, layers, curve):
     scales = layer_scales(curve, points, layers)
     assert len(scales) == layers

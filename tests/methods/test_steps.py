@@ -61,7 +61,7 @@ def test_scales_of_all_layers_cost_one_evaluation(
     assert operations["aten.cos.default"] == 2 * own
 
     # A table for each layer, as in long prompts, gives the same to the last bit.
-    monkeypatch.setattr(rope, "AT_ONCE", 0)
+    monkeypatch.setattr(rope, "MAX_SHARED_POSITIONS", 0)
     one_by_one, operations = one_step(lm, method)
     assert operations["aten.cos.default"] == own + LAYERS
     assert torch.equal(logits, one_by_one)

@@ -14,7 +14,7 @@ from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.model.answers import read_reply
 from posbench.report.tables import bias_table, position_table
 from posbench.report.text import headline
-from posbench.stats.outcomes import METRICS
+from posbench.stats.outcomes import OUTCOME_METRICS
 from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, KVRetrieval
@@ -368,8 +368,10 @@ def test_a_server_that_fails_in_the_middle_is_no_middle_drop(kind: str) -> None:
     scores = metrics[metrics["metric"] == "accuracy"].set_index("gold_position")
     assert (scores["value"] == 1).all(), "what was answered is right"
     assert scores.loc["10", "n"] == round(60 * (1 - shares["10"]))
-    assert METRICS[kind] in headline(metrics) and "-" not in headline(metrics)[:20]
-    assert METRICS[kind] in position_table(metrics)[0]
+    assert (
+        OUTCOME_METRICS[kind] in headline(metrics) and "-" not in headline(metrics)[:20]
+    )
+    assert OUTCOME_METRICS[kind] in position_table(metrics)[0]
 
 
 def test_a_run_without_any_answer_has_tables_and_no_verdict_but_cannot_tell() -> None:

@@ -22,7 +22,7 @@ from posbench.run.folder import (
     was_rescored,
 )
 from posbench.run.plan import subjects
-from posbench.run.replies import STAGE, plan_replies, scored_replies
+from posbench.run.replies import EVALUATE_STAGE, plan_replies, scored_replies
 from posbench.run.reply_rows import prompt_digest, rescored_row
 from posbench.run.sequential import ShapeRule
 from posbench.run.stop import Stop, StopRules
@@ -60,7 +60,7 @@ def run(config: Config, run: Run) -> None:
         shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
     rules = StopRules(shape_rule, run.deadline, run.spending)
     rows_by_method = scored_replies(run, PREDICTIONS, methods, encoded, rules)
-    run.out.mark(STAGE, **_facts_of_stop(config, rules.stop))
+    run.out.mark(EVALUATE_STAGE, **_facts_of_stop(config, rules.stop))
     run.out.mark(PREDICTIONS, key=unmodified_key, done=rules.stop is None)
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
@@ -142,7 +142,7 @@ def fill(runs: Sequence[Run]) -> None:
     first.share_unmodified(PREDICTIONS)
     encoded = first.prompts.encode(first.evaluation)
     plan = plan_replies(subjects(runs), encoded)
-    plan.fill(first, PREDICTIONS, STAGE)
+    plan.fill(first, PREDICTIONS, EVALUATE_STAGE)
 
 
 def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         out.mark(PREDICTIONS, key=None, **{RESCORED: True})
         out.write_rows(PREDICTIONS, rows)
     anytime = {}
-    if out.stage(STAGE).get("until"):
+    if out.stage(EVALUATE_STAGE).get("until"):
         # The rule looked at the first method, whose rows come first.
         rule = _shape_rule(task, rows[0]["method"], list(examples.values()))
         anytime = rule.intervals(valid_rows)
