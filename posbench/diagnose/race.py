@@ -27,9 +27,9 @@ from posbench.tasks import Example
 
 FIRST_ROUND = 12
 """Prompts after which the worse half of the methods is left out."""
-BATCH = 4
+RACE_BATCH = 4
 """Prompts of a round, which every method reads in one batch."""
-ROWS_FILE = "race.jsonl"
+RACE_FILE = "race.jsonl"
 
 
 def applicable_methods(
@@ -63,7 +63,7 @@ def applicable_methods(
 
 
 class Heat(NamedTuple):
-    """A prompt under a method; those of one round read the same prompts."""
+    """A prompt under a method; all methods of a round read the same prompts."""
 
     method: str
     example: Example
@@ -95,7 +95,7 @@ class Heats(Schedule):
         """See :meth:`posbench.run.rows.Schedule.ends_before`."""
         if number and self._is_over():
             return True
-        if number * BATCH >= FIRST_ROUND and len(self._names) > 3:
+        if number * RACE_BATCH >= FIRST_ROUND and len(self._names) > 3:
             self._kept = self._better_half()
         return False
 
@@ -106,8 +106,8 @@ class Heats(Schedule):
     def _better_half(self) -> set[str]:
         """The unmodified model, and the half of the methods with the lower loss, two or more."""
         totals = dict.fromkeys(self._names, 0.0)
-        for row in self._out.rows_without_error(ROWS_FILE):
-            if row["round"] * BATCH < FIRST_ROUND:
+        for row in self._out.rows_without_error(RACE_FILE):
+            if row["round"] * RACE_BATCH < FIRST_ROUND:
                 totals[row["method"]] += row["loss"]
         names = sorted(totals.keys() - {UNMODIFIED}, key=lambda n: (totals[n], n))
         return {UNMODIFIED, *names[: max(len(names) // 2, 2)]}
@@ -135,8 +135,11 @@ def race(
     contestants: dict[str, Method] = {UNMODIFIED: Unmodified(), **methods}
     pairs = {example.id: encode_with_answer(lm, example) for example in examples}
     batches = [
-        [Heat(name, e, start // BATCH) for e in examples[start : start + BATCH]]
-        for start in range(0, len(examples), BATCH)
+        [
+            Heat(name, e, start // RACE_BATCH)
+            for e in examples[start : start + RACE_BATCH]
+        ]
+        for start in range(0, len(examples), RACE_BATCH)
         for name in contestants
     ]
 
@@ -159,7 +162,7 @@ def race(
         }
 
     made = rows.complete(
-        ROWS_FILE,
+        RACE_FILE,
         "remedies",
         batches,
         lambda heat: {"method": heat.method, "id": heat.example.id},
@@ -171,7 +174,7 @@ def race(
 
 
 def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Remedy:
-    """The gain of a method on the prompts that it read, and its time over that of the unmodified model."""
+    """The gain of a method on the prompts that it read, and its time divided by the unmodified model's."""
     unmodified = {row["id"]: row for row in rows if row["method"] == UNMODIFIED}
     own = {row["id"]: row for row in rows if row["method"] == name}
     both = [e for e in examples if e.id in own and e.id in unmodified]
@@ -200,8 +203,8 @@ def hopeful_methods(remedies: Sequence[Remedy], gap: Estimate | None) -> list[st
 
     Args:
         remedies: The methods of the race.
-        gap: Loss at the worst gold position minus that at the best one, in nats per answer token. What matters closes
-            :data:`~posbench.studies.bias_source.SHARE` of it or more; None, or none for sure: any gain matters.
+        gap: Loss at the worst gold position minus the loss at the best one, in nats per answer token. A gain matters
+            if it closes :data:`~posbench.studies.bias_source.SHARE` of the gap; without a sure gap, every gain does.
     """
     least = SHARE * gap.value if gap and gap.ci_low > 0 else 0.0
     return [r.name for r in remedies if r.gain and r.gain.ci_high > least]
