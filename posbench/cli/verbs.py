@@ -292,7 +292,7 @@ def _rescore_run(run: RunDir) -> None:
     Raises:
         UserError: The run is not finished, or its rows are damaged.
     """
-    rewritten = (*REDRAWN_FILES, *evaluate.TABLES)
+    rewritten = (*REDRAWN_FILES, *evaluate.SCORE_TABLES)
     with owning(run.path):
         open_undamaged(run.path, rewritten)
         raw = run.config("task", "model", "runtime")
@@ -332,7 +332,7 @@ def audit(args: list[str]) -> int:
     """
     share_text, remaining = option(args, "--share")
     seed_text, remaining = option(remaining, "--seed")
-    share = _number("--share", share_text or str(auditing.SHARE), 0, 1)
+    share = _number("--share", share_text or str(auditing.AUDITED_SHARE), 0, 1)
     seed = _number("--seed", seed_text or "0", 0, MAX_COUNT)
     if len(remaining) != 1 or remaining[0].startswith("-"):
         hint = "posbench ls runs lists them"

@@ -53,8 +53,8 @@ from posbench.pipeline.budget import suggested_budget
 from posbench.pipeline.config import Config
 from posbench.pipeline.identity import identity, run_contents
 from posbench.pipeline.served import (
-    ANSWER_TOKENS,
     ASSUMED_TOKENS_PER_CHARACTER,
+    REPLY_OVERHEAD_TOKENS,
     estimate_served,
     need_consent,
 )
@@ -787,7 +787,9 @@ class Course:
             return 0.0
         length = max(len(example.prompt) for example in self.task.evaluation())
         concurrency = self.config.model.concurrency
-        return server.speed.seconds_of_requests(1, length, ANSWER_TOKENS, concurrency)
+        return server.speed.seconds_of_requests(
+            1, length, REPLY_OVERHEAD_TOKENS, concurrency
+        )
 
     def _measured_cost_of_prompt(self) -> float:
         """Cost of a prompt in the unit of the budget: measured on the attention part, else on the shape part."""

@@ -22,7 +22,7 @@ from posbench.run.proofs import COMPUTATION, REQUEST, request_digest
 from posbench.run.rows import ResumableRows, Schedule
 from posbench.stats.bootstrap import Estimate, difference
 from posbench.stats.frames import UNMODIFIED
-from posbench.studies.bias_source import SHARE
+from posbench.studies.bias_source import SMALLEST_GAP_SHARE
 from posbench.tasks import Example
 
 FIRST_ROUND = 12
@@ -204,7 +204,7 @@ def hopeful_methods(remedies: Sequence[Remedy], gap: Estimate | None) -> list[st
     Args:
         remedies: The methods of the race.
         gap: Loss at the worst gold position minus the loss at the best one, in nats per answer token. A gain matters
-            if it closes :data:`~posbench.studies.bias_source.SHARE` of the gap; without a sure gap, every gain does.
+            if it closes :data:`SMALLEST_GAP_SHARE` of the gap; without a sure gap, every gain does.
     """
-    least = SHARE * gap.value if gap and gap.ci_low > 0 else 0.0
+    least = SMALLEST_GAP_SHARE * gap.value if gap and gap.ci_low > 0 else 0.0
     return [r.name for r in remedies if r.gain and r.gain.ci_high > least]

@@ -26,7 +26,7 @@ from posbench.run.budget import Stopwatch
 from posbench.run.heartbeat import doing
 
 BUDGETS = ".budgets"
-"""Folder beside the versions of a suite: what was chosen for budgets."""
+"""Folder next to the versions of a suite, with the plans of budgets."""
 
 
 class BudgetedRun(NamedTuple):

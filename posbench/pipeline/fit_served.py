@@ -1,4 +1,4 @@
-"""A run fitted to a model that is not in this process: to its tokenizer, or to what its server tells."""
+"""Fit a run to a served model: to its tokenizer, or to the properties of its server."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from posbench.run.budget import Budget
 def fit_to_server(
     config: Config, asks_calibration: bool, budget: Budget | None, faults: Faults
 ) -> tuple[FitToModel, list[str]]:
-    """Ask a server what it takes, and fit the defaults of a run to that.
+    """Probe a server, and fit the defaults of a run to its properties.
 
     Args:
         config: The run.
-        asks_calibration: Whether calibration prompts are asked beside those of the stages.
-        budget: What asking may take; None: the budget of the config, if it has one.
-        faults: Where what the user has to change is collected.
+        asks_calibration: Whether calibration prompts are asked in addition to the prompts of the stages.
+        budget: Budget of the probe; None: the budget of the config, if it has one.
+        faults: Collects the faults that the user has to mend.
 
     Returns:
-        The fitted run; and in words which prompts do not fit, and what differs from a model in process.
+        The fitted run; and in words which prompts do not fit, and how replies differ from a model in process.
     """
     config = probe_server_if_it_answers(config, budget)
     fit, notes = _fit(config, asks_calibration, faults)
@@ -67,10 +67,10 @@ def _fit(
 
 
 def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
-    """Fit prompts to the window of a server whose tokenizer is not known; return what does not fit, in words.
+    """Fit prompts to the window of a server whose tokenizer is not known; return the misfits, in words.
 
     Raises:
-        UserError: The user typed what does not fit.
+        UserError: A typed setting does not fit.
     """
     server = fit.config.server
     if server is None or encoder.context_window >= NO_WINDOW:

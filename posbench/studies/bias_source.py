@@ -43,7 +43,7 @@ POSITION_IDS = "position ids"
 SINK = "first token"
 Means: TypeAlias = "Mapping[str, Array]"
 """Means of groups of losses, [R] over bootstrap draws, by group."""
-SHARE = 1 / 3
+SMALLEST_GAP_SHARE = 1 / 3
 """Share of the gap between the best and the worst gold position that an intervention on a source closes at least."""
 SINK_FACTOR = 0.01
 """What is left of the last token's attention to the first token; without any, heads that see nothing else have none."""
@@ -434,7 +434,7 @@ def _share_of_gap(variant: str, means: Means) -> Array:
 
 def _gain_over_bound(variant: str, means: Means) -> Array:
     """The gain minus what a source closes at least."""
-    return _gain(variant, means) - SHARE * _gap(means)
+    return _gain(variant, means) - SMALLEST_GAP_SHARE * _gap(means)
 
 
 def _gain_over(variant: str, control: str, means: Means) -> Array:
@@ -451,7 +451,7 @@ def has_gap(effects: Mapping[str, Estimate]) -> bool:
 
 
 def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
-    """Whether an intervention closes :data:`SHARE` of the gap, and more than its control does."""
+    """Whether an intervention closes :data:`SMALLEST_GAP_SHARE` of the gap, and more than its control does."""
     intervention = INTERVENTIONS[name]
     claim = intervention.claim
     statistic = "share of the gap that this closes at the worst gold position"
@@ -464,7 +464,7 @@ def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
         Finding.above(claim, statistic, effects[f"{name}_over_control"], 0.0, note),
     ]
     numbers = Finding.that(True, claim, statistic, share, note)
-    holds_if = f"above {SHARE:.2f}, and above its control"
+    holds_if = f"above {SMALLEST_GAP_SHARE:.2f}, and above its control"
     return replace(join_findings(parts, numbers_of=numbers), holds_if=holds_if)
 
 
@@ -475,7 +475,9 @@ def source_figure(effects: Mapping[str, Estimate]) -> Figure:
     counts = [effects[f"{name}_share"].n for name in names]
     figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.3 * len(names), n=counts)
     axes.axvline(0, color=plot.GUIDE, linewidth=0.6)
-    axes.axvline(100 * SHARE, color=plot.GUIDE, linewidth=0.6, linestyle=plot.DASHED)
+    axes.axvline(
+        100 * SMALLEST_GAP_SHARE, color=plot.GUIDE, linewidth=0.6, linestyle=plot.DASHED
+    )
     shares = pd.DataFrame([estimate_row(effects[f"{name}_share"]) for name in names])
     heights = range(len(names))
     plot.percent_bars(

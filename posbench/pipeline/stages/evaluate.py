@@ -39,7 +39,7 @@ METRICS = "metrics.csv"
 FILE = PREDICTIONS
 """The rows of this stage; each stage with rows calls their file so."""
 SUBSETS = "subsets.csv"
-TABLES = (METRICS, SUBSETS)
+SCORE_TABLES = (METRICS, SUBSETS)
 SUBMISSION = "submission"
 """Folder of the files for a benchmark's leaderboard, by method."""
 
@@ -73,7 +73,7 @@ def run(config: Config, run: Run) -> None:
 
 
 def _facts_of_stop(config: Config, stop: Stop | None) -> dict[str, Any]:
-    """What the record of the stage says of where it stopped, and why."""
+    """The entry on where and why the stage stopped, for its record."""
     budget = None
     if config.budget and stop:
         unit, size = config.budget.amount
@@ -174,7 +174,7 @@ def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
 
 
 def _questions_checksum(examples: Sequence[Example]) -> str:
-    """A checksum over what is asked, before any template: no model is needed to compare it."""
+    """A checksum over the questions before any template: comparing it needs no model."""
     total = hashlib.sha256()
     for example in examples:
         total.update(f"{example.id}\0{example.prompt}\0".encode())
@@ -214,7 +214,7 @@ def write_metrics(
 
 
 def _tabulator(task: Task, model: str, resamples: int, out: RunDir) -> Tabulator:
-    """What tabulates the rows of a run; the arguments are those of :func:`write_metrics`."""
+    """The tabulator of a run's rows; the arguments are those of :func:`write_metrics`."""
     served = out.config().get("model") or {}
     return Tabulator(
         task=task,
@@ -257,7 +257,7 @@ def _undo_rescore(run: Run) -> None:
 def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     """Score the saved outputs again, without a model.
 
-    Where scores change the run is marked first: their code may be other than that of its version, so that no other run
+    Where scores change, the run is marked first: their code may differ from its version's, so that no other run
     copies them, and a repeated command makes them again.
 
     Args:
@@ -270,7 +270,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         How many rows changed their score.
 
     Raises:
-        UserError: The task no longer asks what the run asked, or gives no score any more.
+        UserError: The task no longer has the run's questions, or gives no score any more.
     """
     examples = {example.id: example for example in task.evaluation()}
     saved_rows = out.rows(PREDICTIONS)
@@ -300,7 +300,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
 
 
 def _asks(examples: Mapping[str, Example], row: Row) -> bool:
-    """Whether the prompt of a row is that of its example; of an old row the id alone tells."""
+    """Whether a row and its example have the same prompt; rows of old runs are compared by id alone."""
     example = examples.get(row["id"])
     if example is None:
         return False
