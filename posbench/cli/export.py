@@ -200,7 +200,7 @@ def _need_weight_type(form: base.Format, weights: str | None) -> None:
 
 
 def _need_same_base(record: write.Record, config: Config) -> None:
-    """Refuse weights that are not those of a record, and a record that names none for its model."""
+    """Refuse weights that differ from a record's, and a record that names none for its model."""
     checkpoint = config.model.checkpoint
     files = [entry for entry in record.base if entry.get("field") == checkpoint.field]
     if not all("name" in entry for entry in files) or not files:
@@ -216,9 +216,9 @@ class Origin:
 
     Attributes:
         config: The config of its model, task and method.
-        verdict: What its run says of the position bias; None without a run, or where it measured none.
-        gain: What a search gained on held-back prompts, in words.
-        price: What folding costs, in words, as a search measured it.
+        verdict: Its run's verdict on the position bias; None without a run, or where it measured none.
+        gain: Gain on prompts held back from a search, in words.
+        price: Cost of folding, in words, as a search measured it.
         source: Where the method's constants come from.
     """
 
@@ -236,7 +236,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _origin(arguments: list[str], outputs: Path) -> Origin:
-    """What overrides describe, or what a run in a folder of outputs found."""
+    """The fix that overrides describe, or that a run in a folder of outputs found."""
     if "=" in arguments[0]:
         return Origin(_config_of_overrides(arguments))
     return _origin_of_run(find_run(arguments[0], outputs))
@@ -262,7 +262,7 @@ def _config_of_overrides(overrides: list[str]) -> Config:
 
 
 def _origin_of_run(folder: Path) -> Origin:
-    """The config of a run with the constants that it applied, and what its search found."""
+    """The config of a run with the constants that it applied, and the results of its search."""
     run = open_undamaged(folder)
     folders = make_importable(run)
     raw = run.config("task", "model", "method")
@@ -366,7 +366,7 @@ def _side_effects(
     requested: Method,
     written: Method,
 ) -> list[list[str]]:
-    """What runs of other tasks measured, see :func:`posbench.export.write.side_effects`.
+    """Measurements of runs of other tasks, see :func:`posbench.export.write.side_effects`.
 
     Args:
         outputs: Folder of runs.

@@ -139,17 +139,17 @@ def validate(args: list[str]) -> int:
 
 
 def _job_title(job: ComposedConfig, jobs: Sequence[ComposedConfig]) -> str:
-    """Which job of a sweep it is: its number and what not all of its jobs have."""
+    """The title of a job of a sweep: its number and the settings that differ between jobs."""
     common = set.intersection(*(set(other.overrides) for other in jobs))
     differing = [override for override in job.overrides if override not in common]
     return f"job {jobs.index(job) + 1} of {len(jobs)}: {' '.join(differing)}"
 
 
 def with_server(run: PreparedRun) -> PreparedRun:
-    """The run with what its server tells, where it was not asked yet.
+    """The run with its server's properties; probes the server unless that was done before.
 
     Raises:
-        UserError: It does not answer, or refuses what the user set.
+        UserError: The server does not answer, or refuses a typed setting.
     """
     config = run.config
     if config.uses_model and not config.model.in_process and config.server is None:
@@ -158,7 +158,7 @@ def with_server(run: PreparedRun) -> PreparedRun:
 
 
 def _print_estimate(run: PreparedRun, measure: bool) -> None:
-    """Print what changes in a config, and what the run takes."""
+    """Print the changes to a config, and the cost of the run."""
     for line in run.warnings:
         print(line)
     console = make_console()

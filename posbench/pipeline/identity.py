@@ -49,7 +49,7 @@ BY_CHOICE = (
     "embedded",
 )
 """Parts of which a run uses only the imports of its classes. A changed figure, page or message moves no number."""
-BACKENDS = "backends"
+BACKENDS_PART = "backends"
 """The part of runs whose model is not in this process."""
 DATA_SUFFIXES = (".json", ".yaml", ".jinja")
 """Data files next to the code: tables, shapes and chat templates."""
@@ -304,8 +304,8 @@ def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
         roots: Dotted names of modules, in addition to :data:`ALWAYS`.
     """
     counted = [*ALWAYS, *BY_CHOICE]
-    if any(name.startswith(f"posbench.{BACKENDS}.") for name in roots):
-        counted.append(BACKENDS)
+    if any(name.startswith(f"posbench.{BACKENDS_PART}.") for name in roots):
+        counted.append(BACKENDS_PART)
     counted_folders = [paths.PACKAGE / part for part in counted]
     names = set(roots)
     pending = [file for name in names for file in _files_of_module(name)]
