@@ -58,7 +58,7 @@ def show_lists(
     below ``# title``.
 
     Args:
-        lists: Records by the title of their list; those of one list have the same
+        lists: Records by the title of their list; all records of a list have the same
             columns.
         as_json: Print the records of the one list, or of several by title.
         terminal_rows: Makes the cells that a terminal shows; None prints the records' values.
@@ -126,8 +126,8 @@ def fit_columns(
 
     Args:
         columns: Cells of each column, its header first.
-        width: Characters for all columns together, without what is between them.
-        word: What is broken last.
+        width: Characters for all columns together, without the gaps between columns.
+        word: Pattern of the parts that are broken last.
 
     Returns:
         The cells with line breaks; too wide together only where their longest words are. The first column,

@@ -152,7 +152,7 @@ class RunExamples:
 
 
 def spread_sample(names: Sequence[str], count: int = MAX_EXAMPLES) -> list[str]:
-    """At most so many of the names, spread evenly over them."""
+    """At most ``count`` of the names, spread evenly over the list."""
     if len(names) <= count:
         return list(names)
     return [names[i * len(names) // count] for i in range(count)]
@@ -217,8 +217,8 @@ def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
     """The wrong answers of a run for its page.
 
     Returns:
-        ``summary``: how many there are, in words. ``examples``: head and text of some
-        of them.
+        ``summary``: their number, in words. ``examples``: head and text of some
+        of the failures.
     """
     try:
         examples = RunExamples.of(run, config)

@@ -1,4 +1,4 @@
-"""What a run prints at its end."""
+"""The output of a run at its end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from posbench.run.method import METHOD_FILE
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
-INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
+FINAL_INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
 """The interval at the end of a cell; the list of a swept setting is none."""
 WORD_OR_LIST = re.compile(r"\[.*\](?!\S)|\S+")
-"""What stays in one line of a table: an interval or a list of numbers, too."""
+"""Parts of a cell that are not broken: words, intervals, lists of numbers."""
 MAX_SUBSETS = 24
 """Subsets and averages up to which the terminal shows them all, as the report does."""
 
@@ -59,7 +59,7 @@ def show_run(folder: Path, console: Console) -> None:
 def _show_scores(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print the scores of a run, its method and prompts, and the paper's numbers beside its own."""
+    """Print the scores of a run, its method and prompts, and the paper's numbers next to its own."""
     note = describe_stop(open_run_dir(folder).status())
     console.print(summary_table(metrics, console.width, note))
     if subsets is not None:
@@ -119,7 +119,7 @@ def show_findings(folder: Path, console: Console) -> None:
 def show_reference(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print a paper's numbers beside ours, or why they cannot be compared."""
+    """Print a paper's numbers next to ours, or why they cannot be compared."""
     for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:
@@ -141,7 +141,7 @@ def text_table(
     Args:
         header: Titles of the columns.
         rows: Cells as text.
-        width: Characters of the terminal; in a wider table intervals stand below their
+        width: Characters of the terminal; in a wider table intervals go below their
             numbers.
     """
     columns = []
@@ -153,7 +153,7 @@ def text_table(
     room = width - 3 * (len(header) - 1)
     if sum(max(map(line_length, column)) for column in columns) > room:
         columns = [
-            [title, *(INTERVAL.sub(r"\n\1", cell) for cell in cells)]
+            [title, *(FINAL_INTERVAL.sub(r"\n\1", cell) for cell in cells)]
             for title, *cells in columns
         ]
     columns = fit_columns(columns, room, WORD_OR_LIST)

@@ -34,12 +34,12 @@ from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
 
-PROMPTS = "prompts.json"
-METRICS = "metrics.csv"
+PROMPTS_FILE = "prompts.json"
+METRICS_FILE = "metrics.csv"
 FILE = PREDICTIONS
 """The rows of this stage; each stage with rows calls their file so."""
-SUBSETS = "subsets.csv"
-SCORE_TABLES = (METRICS, SUBSETS)
+SUBSETS_FILE = "subsets.csv"
+SCORE_TABLES = (METRICS_FILE, SUBSETS_FILE)
 SUBMISSION = "submission"
 """Folder of the files for a benchmark's leaderboard, by method."""
 
@@ -53,7 +53,7 @@ def run(config: Config, run: Run) -> None:
     _undo_rescore(run)
     unmodified_key = run.share_unmodified(PREDICTIONS)
     encoded = run.prompts.encode(run.evaluation)
-    run.out.write_json(PROMPTS, _prompt_facts(run, encoded))
+    run.out.write_json(PROMPTS_FILE, _prompt_facts(run, encoded))
     methods = run.methods()
     shape_rule = None
     if run.runtime.until:
@@ -121,7 +121,7 @@ def files_of_rows(
     Returns:
         Their texts by name, as the stage wrote them; a file that it did not write is left out.
     """
-    files = {PROMPTS: json_text(_prompt_facts(run, encoded))}
+    files = {PROMPTS_FILE: json_text(_prompt_facts(run, encoded))}
     tabulator = _tabulator(run.task, run.model.name, run.runtime.resamples, run.out)
     methods = list(run.method.methods())
     anytime = {}
@@ -205,11 +205,11 @@ def write_metrics(
     tables = _score_tables(_tabulator(task, model, resamples, out), rows, anytime)
     if not tables:
         return False
-    write_csv(out.path / METRICS, tables[METRICS])
+    write_csv(out.path / METRICS_FILE, tables[METRICS_FILE])
     # From what was written, as page and card are.
-    note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
-    if len(tables[SUBSETS]):
-        write_csv(out.path / SUBSETS, tables[SUBSETS])
+    note_verdict(out, run_verdict(read_csv(out.path / METRICS_FILE)))
+    if len(tables[SUBSETS_FILE]):
+        write_csv(out.path / SUBSETS_FILE, tables[SUBSETS_FILE])
     return True
 
 
@@ -237,8 +237,8 @@ def _score_tables(
     if not any(map(is_scorable, ordered)):
         return {}
     return {
-        METRICS: tabulator.metrics(ordered, anytime),
-        SUBSETS: tabulator.subsets(ordered),
+        METRICS_FILE: tabulator.metrics(ordered, anytime),
+        SUBSETS_FILE: tabulator.subsets(ordered),
     }
 
 
@@ -314,7 +314,7 @@ def _need_same_questions(
     """Refuse a task that asks other questions than a run did."""
     unknown_ids = [row["id"] for row in rows if not _asks(examples, row)]
     checksum = _questions_checksum(list(examples.values()))
-    same = out.read_json(PROMPTS).get("questions", checksum) == checksum
+    same = out.read_json(PROMPTS_FILE).get("questions", checksum) == checksum
     if same and not unknown_ids:
         return
     value = f"{task.name}, {len(examples)} questions"
