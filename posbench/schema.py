@@ -50,7 +50,7 @@ Bases = Annotated[tuple[Annotated[float, Gt(1)] | None, ...], MinLen(1)]
 """Bases of rotary embeddings; None is the model's own."""
 
 Truncation = Literal["refuse", "middle", "document", "words"]
-"""What happens to a prompt that does not fit; see :class:`posbench.tasks.Task`."""
+"""Treatment of a prompt that does not fit; see :class:`posbench.tasks.Task`."""
 
 PLAIN_WORDS = {
     int: "a whole number",
@@ -65,7 +65,7 @@ def build(cls: type[T], data: Mapping[str, Any], prefix: str) -> T:
     """Check plain data against a dataclass, with its annotated bounds, and make the object.
 
     Raises:
-        UserError: Unknown or missing keys, wrong types, values out of bounds: all of them, each with its
+        UserError: Unknown or missing keys, wrong types, values out of bounds: all faults, each with its
             dotted name in ``prefix``.
     """
     faults = Faults()
@@ -93,7 +93,7 @@ def build(cls: type[T], data: Mapping[str, Any], prefix: str) -> T:
 def _key_fault(
     cls: Any, kinds: Mapping[str, Any], key: str, value: Any, prefix: str
 ) -> UserError | None:
-    """What is wrong with a key, or with a value that pydantic would accept; None where nothing is.
+    """The fault of a key, or of a value that pydantic would accept; None without a fault.
 
     Args:
         cls: The dataclass.
@@ -149,7 +149,7 @@ def check_shape(data: Any, shape: Any, label: str, hint: str) -> Any:
 
 
 def _allowed(detail: ErrorDetails) -> str:
-    """What would have been allowed where pydantic found a fault."""
+    """The allowed values where pydantic found a fault."""
     kind = detail["type"]
     if kind.startswith("missing"):
         return "a value: this field is missing"
@@ -329,7 +329,7 @@ def _wrong(
 
 
 def _example(kind: Any) -> str:
-    """A legal value as the command line spells it; ``...`` where the type alone does not tell."""
+    """A legal value as the command line spells it; ``...`` where the type alone does not give one."""
     origin = get_origin(kind)
     args = get_args(kind)
     if origin is Annotated:

@@ -167,7 +167,7 @@ def verify(args: list[str]) -> int:
     folder = Path(args[0]).expanduser() if len(args) == 1 else Path()
     record = write.read_record(folder)
     if record is None:
-        allowed = f"a folder that posbench export wrote (with {write.RECORD})"
+        allowed = f"a folder that posbench export wrote (with {write.RECORD_FILE})"
         raise UserError(
             "DIR", " ".join(args), allowed, "posbench export RUN --to FORMAT --out DIR"
         )
@@ -206,7 +206,7 @@ def _need_same_base(record: write.Record, config: Config) -> None:
     if not all("name" in entry for entry in files) or not files:
         allowed = f"entries with field {checkpoint.field} and a name, one for each file of the model"
         hint = f"export it again: {record.command}"
-        raise UserError(f"{write.RECORD}: base", record.base, allowed, hint)
+        raise UserError(f"{write.RECORD_FILE}: base", record.base, allowed, hint)
     need_same_contents([checkpoint], {"files": files})
 
 

@@ -134,7 +134,7 @@ def _mpt_layers(model: Any) -> tuple[list[Layer], Map]:
 def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Compute the logits after a question, after its value and after the closing quote.
 
-    They equal those of the model's own forward on each question apart. The last layer computes only the rows
+    They equal the logits of the model's own forward on each question apart. The last layer computes only the rows
     whose logits are returned.
 
     Args:

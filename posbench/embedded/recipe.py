@@ -171,5 +171,5 @@ RECIPES = {
         stages=_ALIBI_STAGES,
     ),
 }
-SHIPPED = {"tiny": 9, "tiny_b": 7, "tiny_nope": 0, "tiny_alibi": 0}
-"""Training seeds of the shipped models; those of tiny and tiny_b are chosen, see the model cards."""
+SHIPPED_SEEDS = {"tiny": 9, "tiny_b": 7, "tiny_nope": 0, "tiny_alibi": 0}
+"""Training seeds of the shipped models; the seeds of tiny and tiny_b are chosen, see the model cards."""

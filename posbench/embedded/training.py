@@ -102,10 +102,10 @@ def train(
     """Train from scratch, or on from a checkpoint. Deterministic for a machine and a number of threads.
 
     Args:
-        recipe: What to train, and how.
+        recipe: The recipe.
         seed: Seed of weights and batches.
         checkpoint: File that is read if it is there, and written every :data:`REPORT_EVERY` steps.
-        advance: Called with numbers of steps done, and ``before=True`` for those of the checkpoint.
+        advance: Called with numbers of finished steps; ``before=True`` for steps from the checkpoint.
 
     Returns:
         The model in evaluation mode, and the contents of ``training.json``.

@@ -55,7 +55,7 @@ def next_token(server: Any, prompts: Prompts, vocabulary: int) -> Tensor:
     """Predict the next token of each prompt with a server.
 
     Args:
-        server: What :func:`serve` started.
+        server: Result of :func:`serve`.
         prompts: N prompts as token ids.
         vocabulary: Number of tokens in the model's vocabulary.
 

@@ -128,8 +128,8 @@ def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]
         change: The method as a change of the checkpoint.
 
     Returns:
-        A, shape (rank, hidden size), and B, shape (rows, rank), in float32; B A is what
-        the projection's weights gain.
+        A, shape (rank, hidden size), and B, shape (rows, rank), in float32; B A is added to
+        the projection's weights.
     """
     width = families.text_config(lm.model).hidden_size
     matrices: dict[str, tuple[Tensor, Tensor]] = {}

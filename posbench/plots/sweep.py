@@ -79,7 +79,7 @@ def _value_text(value: object) -> str:
 
 
 def _strip_common_folders(texts: pd.Series) -> pd.Series:
-    """Paths without the folders that all of them share; other texts as they are."""
+    """Paths without the folders that all share; other texts unchanged."""
     parts_of = {text: text.split("/") for text in texts.unique()}
     while len(parts_of) > 1:
         first_parts = {parts[0] for parts in parts_of.values()}
@@ -103,7 +103,7 @@ def _setting_styles(settings: list[str]) -> list[dict[str, Any]]:
 
 
 def modified_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of modified models, and those of a model and task that ran unmodified alone."""
+    """The rows of modified models, and of a model and task that ran unmodified alone."""
     is_modified = rows["method"] != frames.UNMODIFIED
     groups = pd.Series("", index=rows.index)
     for column in ("model", "task"):
@@ -251,7 +251,7 @@ def _draw_overall(
         axes: Where they are drawn.
         rows: Rows with setting, of the task's own metric.
         settings: The settings in drawing order.
-        label: What the settings are called, for an error.
+        label: Name of the settings, for an error.
     """
     modified = modified_of(rows)
     points = frames.rows_over_all_positions(modified).set_index("setting")
