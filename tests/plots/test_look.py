@@ -111,16 +111,18 @@ LAYERS = {"crop_first": 0, "crop_last": 1, "retrieval_first": 2, "retrieval_last
 
 def cropped() -> Figure:
     table = rows(
-        variant=list(crop_mask.LABELS), measure=["score", "attention"], depth=DEPTHS
+        variant=list(crop_mask.CHANGE_LABELS),
+        measure=["score", "attention"],
+        depth=DEPTHS,
     )
-    layers = rows("change", variant=list(crop_mask.LABELS), layer=[0, 1, 2])
+    layers = rows("change", variant=list(crop_mask.CHANGE_LABELS), layer=[0, 1, 2])
     return crop_mask.crop_figure(table.assign(**LAYERS), layers.assign(**LAYERS))
 
 
 def doubled() -> Figure:
-    table = rows("score", mode=list(doubling.LABELS), depth=DEPTHS).assign(items=9)
+    table = rows("score", mode=list(doubling.MODE_LABELS), depth=DEPTHS).assign(items=9)
     return doubling.doubling_figure(
-        table.merge(rows("attention", mode=list(doubling.LABELS), depth=DEPTHS)), 4
+        table.merge(rows("attention", mode=list(doubling.MODE_LABELS), depth=DEPTHS)), 4
     )
 
 
