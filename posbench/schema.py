@@ -140,7 +140,7 @@ def check_shape(data: Any, shape: Any, label: str, hint: str) -> Any:
     try:
         return _shape_adapter(shape).validate_python(data)
     except ValidationError as error:
-        # A union reports every branch; the shortest path is that of the field itself.
+        # A union reports every branch; the shortest path is the field's own.
         detail = min(error.errors(), key=lambda detail: len(detail["loc"]))
         path = ".".join(str(part) for part in detail["loc"])
         field = f"{label}: {path}" if path else label

@@ -38,7 +38,7 @@ NORMS: dict[theory.Norm, str] = {
 }
 """Norms in words."""
 FORM_TOLERANCE = 1e-8  # of a score in closed form against the exact limit
-SIMULATION_CORRELATION = 0.9  # from which on a simulation shows what the limit says
+SIMULATION_CORRELATION = 0.9  # from which on a simulation reaches the limit
 NO_CORRELATION = 0.3  # below which two simulations have nothing in common
 
 

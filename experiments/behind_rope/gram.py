@@ -204,7 +204,7 @@ def first_block(lm: LM) -> Any:
     need_attention_interface(lm)
     block = families.decoder_layers(lm.model)[0]
     attention = families.attention_modules(lm.model)[0]
-    # With a norm behind each part, as Gemma 2 and OLMo 2 have, this one is not that of the feedforward block.
+    # With a norm behind each part, as in Gemma 2 and OLMo 2, this one is not the feedforward block's.
     has_norm = hasattr(block, "post_attention_layernorm") and not hasattr(
         block, "post_feedforward_layernorm"
     )

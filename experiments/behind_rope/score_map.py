@@ -226,7 +226,7 @@ def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
     low = later["shift_ci_low"]
     high = later["shift_ci_high"]
     differ = ((low > 0) | (high < 0)).sum()
-    # The layer whose interval comes nearest to 0, as the claim is about all of them.
+    # The layer whose interval comes nearest to 0, as the claim is about all layers.
     least_sure = (later["shift"].abs() / (high - low)).idxmin()
     claim = f"{PAPER_SECTION} 5.2: scores depend on more than i - j in all layers but the first"
     statistic = "mean score of earlier minus later pairs of a distance; the later layer least sure to differ"

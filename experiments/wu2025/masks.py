@@ -335,7 +335,7 @@ def bounds(n: int = 24, draws: int = 20) -> pd.DataFrame:
         b = rng.uniform(1, 3, (n, n))
         phi = rng.uniform(-delta * theta, delta * theta, (n, n))
         rotated = masks.attention(rope.scores(n, theta, b, phi), causal)
-        # What the lemma says is larger, and what is smaller.
+        # The larger and the smaller side by the lemma.
         pairs = {
             "4.4 lower": (decayed, decay_lower),
             "4.4 upper, printed": (decay_printed, decayed),

@@ -169,7 +169,7 @@ class _Sink(NamedTuple):
 
     window: int
     share: float
-    uniform: float  # the same of equal weights
+    uniform: float  # the share under equal weights
     n: int  # test sequences
 
 

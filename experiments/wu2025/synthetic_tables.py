@@ -458,7 +458,7 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     last = last_iterations(gaps)
     key = [*GAP_SETTINGS, "pair"]
     mean = mean_over_seeds(last).merge(cells[[*key, "paper"]], "left", key)
-    # The training's omega stands above the fresh ones.
+    # The training's omega goes above the fresh ones.
     mean = mean.sort_values("omega", ascending=False, kind="stable")
     condition = mean.groupby(GAP_SETTINGS, sort=False).ngroup()
     mean = mean.assign(

@@ -35,7 +35,7 @@ REPORT_EVERY = 100  # iterations between two reports of progress, and two looks 
 TEST_SEED_OFFSET = (
     1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
 )
-FRESH_SEED_OFFSET = 2_000_000  # the same of the test sets with fresh omegas
+FRESH_SEED_OFFSET = 2_000_000  # the generator seed of the test sets with fresh omegas
 ROWS_FILE = "rows.jsonl"
 CHECKPOINT = "checkpoint.pt"
 FACTS = "training.json"
@@ -392,7 +392,7 @@ class Ensemble:
         runs = {
             seed: training_folder(root, self.condition, seed) for seed in self.seeds
         }
-        # A row that was damaged is made again where the training stands at it.
+        # A damaged row is made again if the training is at its iteration.
         if self.iteration in stops:
             self._write_missing_rows(runs, hardware)
         for iteration in range(self.iteration + 1, iterations + 1):

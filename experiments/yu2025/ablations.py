@@ -174,7 +174,7 @@ class Ablations(Study):
         """
         settings = {}
         for name, pool in pools.items():
-            # Of candidates with equal losses, that of the smoother channel.
+            # Among candidates with equal losses, the smoother channel's comes first.
             candidates = [
                 candidate
                 for channel in pool

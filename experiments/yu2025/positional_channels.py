@@ -48,7 +48,7 @@ PAPER_CHANNELS = {
 }
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
 
-# What stands in the column ``positions``, and with the reasons in ``kind``.
+# Values of the column ``positions``; with the reasons, of ``kind``.
 REAL = "as they are"
 SHUFFLED = "shuffled positions"
 # Why a channel is measured.
@@ -317,7 +317,7 @@ class PositionalChannels(Study):
         noise = null.loc[SHUFFLED, "largest"]
         median = null.loc[REAL, "median"]
         findings = []
-        # The paper's claim is that one exists: the other strong ones stand in the table.
+        # The paper claims that one exists: the other strong ones are in the table.
         for subject, row in _claimed_channels(summary[~is_random]).items():
             rows = layers[layers["channel"] == row["channel"]]
             name = f"channel {row['channel']}"

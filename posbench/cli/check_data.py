@@ -55,7 +55,7 @@ def check_data(args: list[str]) -> int:
     if not _sets(overrides, "task="):
         asked_overrides.insert(0, "task=own_data")
     has_model = _sets(overrides, "model")
-    # Without a model the prompts are those of no model's own template.
+    # Without a model the prompts have no model's own template.
     model = [] if has_model else ["model=hf"]
     raw_task = compose_one(*asked_overrides, *model).raw["task"]
     task = instantiate(raw_task, Task, "task")  # type: ignore[type-abstract]

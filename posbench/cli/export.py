@@ -115,7 +115,7 @@ def export(args: list[str]) -> int:
     is_fix = origin.verdict is not None and origin.verdict.name == FIXED
     gain = origin.gain
     if method != requested:
-        # What the run evaluated is not what the files hold.
+        # The run evaluated another method than the files hold.
         is_fix = False
         if verdict:
             verdict += f" {BEFORE_FOLDING}"
@@ -287,7 +287,7 @@ def _origin_of_run(folder: Path) -> Origin:
     source = str(result.get("source", ""))
     typed = typed_in_place(constants)
     if typed:
-        # Gain and price are those of what the search found.
+        # Gain and price belong to the searched constants, not to the typed ones.
         return Origin(config, verdict, source=f"{source}; {typed}")
     gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
     price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""

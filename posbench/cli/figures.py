@@ -365,7 +365,7 @@ def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
         data = read_yaml(file, hint=CORRECT_FILE) if file else {}
         return {**data["experiment"], "trains": trains_networks(data)}
     except (UserError, KeyError, TypeError):
-        return {}  # composing it tells what is wrong
+        return {}  # composing it reports the fault
 
 
 def _reason_to_leave_out(
@@ -485,7 +485,7 @@ def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> 
     if to_fetch:
         console.print("\nnot on this machine:")
         missing = [source for e in to_fetch for source in e.missing_sources]
-        with suppress(UserError):  # the table says what could not be reached
+        with suppress(UserError):  # the table shows the unreachable files
             sources.fetch(missing, dry_run=True, console=console)
         commands = "\n  ".join(e.command for e in to_fetch)
         print(

@@ -276,7 +276,7 @@ def wrap_help(text: str, width: int) -> str:
     wrapped = []
     for block in text.split("\n\n"):
         if block.startswith("example: "):
-            wrapped.append(block)  # a command is copied as it stands
+            wrapped.append(block)  # a command is copied unwrapped
             continue
         is_paragraph = not any(line.startswith(" ") for line in block.split("\n"))
         lines = [" ".join(block.split("\n"))] if is_paragraph else block.split("\n")
@@ -391,7 +391,7 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         try:
             configs[composed.number] = prepare(composed).config
         except Exception as error:
-            # The job itself reports what is wrong with it.
+            # The job itself reports its fault.
             if in_one_line(error) is None:
                 raise
     models: dict[int, LM] = {}
@@ -399,7 +399,7 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         try:
             lm = run_together(group, command=command, console=make_console())
         except Exception as error:
-            # A defect here must not stop the jobs, which can do all of it themselves, and report what they meet.
+            # A defect here must not stop the jobs: each can do its work alone and report its own errors.
             if own_code_error(error) is None:
                 logging.exception("%d jobs share nothing", len(group))
             continue

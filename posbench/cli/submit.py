@@ -455,7 +455,7 @@ def collect(args: list[str]) -> int:
         if row["state"] != "done":
             message = f" ({row['said']})" if row["said"] else ""
             print(f"posbench: {folder}: {row['state']}{message}", file=sys.stderr)
-    # Several commands may have submitted the same runs: one summary for all of them.
+    # Several commands may have submitted the same runs: one summary covers all.
     summaries: dict[tuple[Path, ...], list[dict[str, Any]]] = {}
     commands: dict[tuple[Path, ...], str] = {}
     for submissions in job_records.runs_by_submission(list(rows)).values():

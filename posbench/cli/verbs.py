@@ -79,7 +79,7 @@ def fetch(args: list[str]) -> int:
     jobs = compose(overrides)
     for record in jobs.refused.values():
         print(f"posbench: {record['error']}", file=sys.stderr)
-    # A sweep's jobs share most of what they need.
+    # A sweep's jobs share most files.
     needed = [source for job in jobs.composed for source in needs(job)]
     if needed:
         sources.fetch(needed, dry_run=dry_run, console=make_wide_console())
@@ -366,7 +366,7 @@ def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing
         audited = replace(config, model=in_float32)
     contents = run_contents(config)
     run = build_run(audited, make_console(), contents=contents)
-    # The digests of the rows tell the precision in which they were made.
+    # The digests of the rows depend on the precision in which they were made.
     run.model_identity = model_identity(config, contents)
     run.out = out
     if "search" in config.stages:

@@ -255,7 +255,7 @@ class Course:
         need_consent(
             replace(config, budget=self.allowance.budget), estimate, self.console
         )
-        # What was agreed to here is not asked again by each run.
+        # Each run inherits this consent.
         self.runs.settings["runtime.yes"] = True
 
     def _has_signal(self) -> bool:
@@ -357,7 +357,7 @@ class Course:
     def _end_at(self, pilot: Pilot) -> bool:
         """Set the verdict of a pilot that shows no bias; return whether to go on."""
         if pilot.level == "ceiling":
-            return True  # whether that is so at every position, the shape tells
+            return True  # the shape shows whether this holds at every position
         self.diagnosis.verdict = CANNOT_DO if pilot.level == "floor" else CANNOT_TELL
         score = f"{points(pilot.average)} % of the pilot's answers are right"
         self.diagnosis.reason = score
@@ -369,7 +369,7 @@ class Course:
     def _shape(self) -> None:
         """Ask questions at all positions until the shape is decided or the budget is spent."""
         diagnosis = self.diagnosis
-        # Without a shape there is nothing to explain or fix: it may take what these parts would.
+        # Without a shape there is nothing to explain or fix, so it may use the budget of those parts.
         num_positions = len(self.task.gold_positions)
         limit = self._affordable("shape", self._shape_limit(), num_positions)
         round_questions = self._round_questions("pilot", num_positions, share=1.0)
@@ -431,7 +431,7 @@ class Course:
         """Measure the attention of the last token to the items, where the budget leaves room for it."""
         prompts = ATTENTION_EXAMPLES * len(self.task.gold_positions)
         left = self.allowance.left(END_SHARES["source"])
-        # What a prompt takes in process is not known yet of a served model: this tells it.
+        # For a served model the cost of a prompt in process is unknown until this part has measured it.
         is_unknown = self.runs.is_served and self.allowance.is_time
         cost = 0.0 if is_unknown else self._measured_cost_of_prompt()
         if not left or prompts * cost > left / 3:
@@ -649,7 +649,7 @@ class Course:
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
         verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")
         diagnosis.held_back = str(verdict)
-        # Of anything else the bias that was found remains what is known.
+        # Any other verdict leaves the bias as found.
         if verdict.name in (FIXED, NOT_FIXED):
             diagnosis.verdict, diagnosis.reason = verdict
 

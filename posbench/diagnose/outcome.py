@@ -211,7 +211,7 @@ def judge_source(tables: Tables, findings: pd.DataFrame) -> Source:
         for name, intervention in INTERVENTIONS.items()
         if f"{name}_share" in effects
     }
-    # Only what makes the item look like one at the best place can show that a source does not matter.
+    # Only interventions that make the item look like one at the best place can rule a source out.
     places = ("", best_place(tables))
     named = [
         INTERVENTIONS[name].source

@@ -33,7 +33,7 @@ EVALUATION_SEED = 2  # to publish
 # Further sets of random strings for the search: does its choice depend on them?
 STRING_SETS = 10
 BATCH_PROMPTS = 64  # prompts per forward
-MAX_REPLIES = 128  # about so many are checked for their end
+MAX_REPLIES = 128  # most replies checked for their end, roughly
 
 
 def kv_task(

@@ -155,7 +155,7 @@ def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     mask = block_mask(context_length, questions)
     layers, final_norm = _mpt_layers(model) if alibi else _llama_layers(model)
     if alibi:
-        # A bias by the key's position equals one by its distance: a softmax ignores what a row's keys share.
+        # A bias by the key's position equals one by its distance: a softmax ignores a constant per row.
         bias = alibi_slopes(heads)[:, None, None] * (positions - positions.max())
         mask = torch.where(mask, bias, -math.inf)
     if rope:

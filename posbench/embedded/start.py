@@ -19,12 +19,12 @@ from posbench.embedded.recipe import Recipe
 from posbench.embedded.tokenizer import COLON, FIRST_WORD, IS, OPEN, VOCAB
 from posbench.late import PreTrainedModel, Tensor, torch
 
-# Channels that mark tokens, and from OPEN_CHANNEL on those of ``nope`` alone.
+# Channels that mark tokens; from OPEN_CHANNEL on for ``nope`` alone.
 WORD_CHANNEL = 1  # words
 AFTER_KEY_CHANNEL = 2  # the pieces after a key
 OPEN_CHANNEL = 3  # the first token
 CLOCK_CHANNEL = 4  # a clock that falls with every token
-ROLE_CHANNEL = 5  # "the last piece follows a key", which tells values from keys
+ROLE_CHANNEL = 5  # "the last piece follows a key", which separates values from keys
 _WORD_MARKS = {
     WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))),
     AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]],

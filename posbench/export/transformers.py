@@ -76,7 +76,7 @@ class Export(Format):
         config.pop("_name_or_path", None)
         config |= {
             "model_type": "posbench",
-            # What `transformers serve` loads; other engines know no such architecture,
+            # Loaded by `transformers serve`; other engines know no such architecture,
             # and refuse the folder.
             "architectures": ["AutoModelForCausalLM"],
             "auto_map": {

@@ -296,7 +296,7 @@ def _is_unchanged(out: Path) -> bool:
     if record is None or out.is_symlink():
         return False
     files = _files(out)
-    # A name tells a foreign file before all of them are read.
+    # A name identifies a foreign file before all files are read.
     return files.keys() <= {RECORD_FILE, *record.files} and all(
         name == RECORD_FILE or record.files[name] == file_sha256(file)
         for name, file in files.items()

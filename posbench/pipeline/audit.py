@@ -286,7 +286,7 @@ def find_faults(run: Run) -> list[str]:
         decoding = decoding_of(run.task, example)
         if not run.model.in_process:
             expected[REQUEST] = served_request_digest(example)
-            # What computes is not known: alike rows have the same.
+            # What the server computes with is unknown: rows with the same key must agree.
             key = (row["method"], decoding, str(row.get("server")))
             expected[COMPUTATION] = computations.setdefault(key, row.get(COMPUTATION))
         else:

@@ -404,7 +404,7 @@ class Chooser:
             try:
                 smaller = with_settings(self.config, settings).task
             except UserError:
-                return  # gold positions that lie outside of so few items
+                return  # gold positions beyond the smaller number of items
             if [source.id for source in smaller.files()] != [
                 source.id for source in task.files()
             ]:
@@ -440,7 +440,7 @@ class Chooser:
             questions = min(PROBED_QUESTIONS, self.limit)
             cost, prompts = self._price_stage(chosen, "evaluate", questions)
             if self.lm:
-                # So few prompts go through the model one round at a time, which shares fewer prefixes.
+                # These few prompts go through the model one round at a time, which shares fewer prefixes.
                 round_questions = self.round_questions(cost / questions)
                 if round_questions and round_questions < questions:
                     questions = round_questions
@@ -552,7 +552,7 @@ class Chooser:
         if self._encoder:
             work = served_work(config, self._encoder)
             return self.price(work), work.prompts
-        # Of all stages: a search stands for the constants of the method.
+        # Price over all stages: a search supplies the constants of the method.
         run = build_run(config, Console(quiet=True))
         assert self.lm is not None, "the model of this machine was outlined"
         run.lm = self.lm

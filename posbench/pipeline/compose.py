@@ -408,7 +408,7 @@ def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
         if model["served"] and name == ENDPOINT:
             model["name"] = model_name(str(model["served"]))
         elif not re.fullmatch(r"\w[\w.-]*", name):
-            # Names of servers have a / or a :, those of folders have not.
+            # Server names have a / or a :, folder names have not.
             model["served"] = model["served"] or name
             model["name"] = model_name(name)
     return model
@@ -588,7 +588,7 @@ def _fill_node(
         return
     cls, values = resolve_target(node, object, key)
     name = str(values.get("name") or key.rpartition(".")[2])
-    # Choices of one class share its module's block: an exhaustive search takes that of the channel search.
+    # Choices of one class share its module's block: an exhaustive search uses the channel search's.
     module = cls.__module__.rpartition(".")[2]
     block = blocks.get(name, blocks.get(module, {}))
     fields = default_values(cls)

@@ -344,7 +344,7 @@ def measure_speed(
                 prompts = [ids[: max_tokens // 2] for ids in prompts[:2]]
             one_token = _time_generation(lm, prompts, 1)
             if max_tokens:
-                # A step is short beside reading: it is timed behind a few tokens.
+                # A step is short compared with reading, so it is timed after a few tokens.
                 prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
                 first_token = _time_generation(lm, prompts_of_steps, 1)
             else:

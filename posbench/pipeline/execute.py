@@ -528,7 +528,7 @@ def recorded_config(folder: Path) -> Config:
         raise UserError("run folder", str(folder), allowed, hint)
     text = out.facts(PROVENANCE).get("budget", {}).get("budget")
     budget = Budget.parse(text) if text else None
-    # What a run may spend on a server holds for whoever goes on with it; a time was that of one session.
+    # A spending limit on a server holds for every session; a time limit held for one.
     if budget and (budget.tokens or budget.usd):
         config = replace(config, budget=budget)
     return config

@@ -90,7 +90,7 @@ class FitToModel:
         if not config.uses_task or not (measures or "search" in stages):
             return
         if "search" in stages:
-            task.examples("calibration")  # what is wrong with them is raised first
+            task.examples("calibration")  # raises their own faults first
         if not isinstance(task, GoldPositionTask) and stages <= {"study", "report"}:
             return  # studies choose among such prompts
         examples = _longest_examples(task)
@@ -384,7 +384,7 @@ class FitToModel:
         is_given = self._is_given(f"task.{task.sizes[0]}")
         max_items = max(getattr(task, name) for name in task.sizes)
         for count in range(max_items, 0, -1):
-            # Where the size is given, what is tight but fits must go on to run.
+            # If the size is given, a tight fit must still run.
             slack = 0.0
             if not is_given:
                 slack = SLACK_DEVIATIONS * deviation * math.sqrt(count / num_items)

@@ -52,7 +52,7 @@ def _fit(
     config: Config, asks_calibration: bool, faults: Faults
 ) -> tuple[FitToModel, list[str]]:
     """Fit a run to the tokenizer, or without one to the window; also return which prompts do not fit, in words."""
-    # A served model's tokenizer stands in for a checkpoint.
+    # A served model's tokenizer replaces a checkpoint.
     reader: Any = text_encoder(config.model)
     fit = FitToModel(config, reader, asks_calibration)
     notes: list[str] = []
@@ -85,7 +85,7 @@ def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
         return []
     long_prompts = fit.fit_by_characters(per_character, overhead)
     if is_cut and long_prompts:
-        # They would be answered all the same.
+        # The server would answer them cut.
         allowed = f"shorter prompts: {delivery}"
         hint = f"{LARGER_WINDOW}, or leave out what is longer"
         raise UserError("task", fit.config.task.name, allowed, hint)

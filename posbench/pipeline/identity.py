@@ -139,7 +139,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     }
     if config.uses_model and not config.model.in_process:
         return facts | model_identity(config, read)
-    # A login node may lack what its jobs have.
+    # A login node may lack the jobs' hardware.
     if runtime.device == "auto":
         facts["device"] = torch_device(runtime.device).type
     else:
@@ -186,7 +186,7 @@ def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         return {}
     model = config.model
     if not model.in_process:
-        # What the server computes with is not known: its address and the model's name there stand for it.
+        # The server's weights are unknown: its address and the model's name identify them.
         served = {name: getattr(model, name) for name in SERVED_SETTINGS}
         # Whose key it is moves no number.
         served["extra_body"] = without_named_secrets(model.extra_body)

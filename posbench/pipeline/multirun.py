@@ -64,7 +64,7 @@ def compose_jobs(request: Request) -> list[DictConfig]:
             return hydra.compose(request.config, overrides, return_hydra_config=True)
 
         def compose_job(number: int, job: Sequence[str]) -> DictConfig:
-            # Hydra lays values over what the choices make, in their order: jobs of the same choices share it.
+            # Hydra applies values after the choices, in order, so jobs with the same choices share a composition.
             values = [override for override in job if override.startswith("++")]
             choices = tuple(override for override in job if override not in values)
             config = copy.deepcopy(compose_choices(choices))

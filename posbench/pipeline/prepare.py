@@ -314,7 +314,7 @@ def _check_parts(
             if "task" not in faulty_groups:
                 _check_prompts_of_method(run, config)
         if not has_outline:
-            faults.raise_any()  # what follows would load the weights
+            faults.raise_any()  # the checks below would load the weights
     if config.study and "task" not in faulty_groups:
         with faults.collecting():
             config.study.check(run)

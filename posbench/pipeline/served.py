@@ -574,7 +574,7 @@ THINKING_FORMS = {
 }
 
 
-# What a run takes
+# The cost of a run
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def spending(config: Config, run: Run) -> Spending:
     recorded = run.out.status().get("spent", {}).get(STAGE, {})
     read = sum(row.get("prompt_tokens") or 0 for row in rows)
     written = sum(row.get("reply_tokens") or 0 for row in rows)
-    # What a killed session took stands in its rows alone, and what was not kept in the record alone.
+    # A killed session's tokens are in its rows alone, tokens of discarded replies in the record alone.
     tokens = max(
         read + written,
         recorded.get("prompt_tokens", 0) + recorded.get("reply_tokens", 0),

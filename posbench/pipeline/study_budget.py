@@ -285,7 +285,7 @@ def _measure_factor(
         seconds = _time_study(chooser.config_for(option, count), run)
         trials += seconds
         factor = seconds / chooser.cost(option, count, reading_seconds)
-        # A first, short trial pays for what is loaded and compiled once.
+        # A first, short trial includes one-time loading and compiling.
         tells_enough = seconds >= TRIAL_SHARE * budget
         is_dear = trials + 2 * seconds > MAX_TRIAL_SHARE * budget
         if tells_enough or is_dear:

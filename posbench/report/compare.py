@@ -133,8 +133,8 @@ class ComparedRun:
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
         """Rows of its method, missing answers among them, by example, gold position and short_hash of the prompt."""
-        # Rows of an older version hold no short_hash of their prompt: that of all prompts
-        # of the run stands in.
+        # Rows of an older version hold no short_hash of their prompt: the run's, over all
+        # prompts, replaces it.
         all_prompts = self.run.read_json("prompts.json").get("questions")
         if not all_prompts:
             all_prompts = str(self.run.path)
@@ -229,7 +229,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
             names.append(display_name(run.model))
         if several_methods:
             names.append(display_name(run.method))
-            # The method's name tells a served model from its twin in process.
+            # The method's name distinguishes a served model from its twin in process.
             for key in ("base_url", *SERVER_KEYS):
                 settings.pop(f"model.{key}", None)
         for key, value in settings.items():

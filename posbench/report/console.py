@@ -139,7 +139,7 @@ def fit_columns(
     widest = [max(map(line_length, column), default=0) for column in columns]
     room = max(width - sum(narrowest), 0)
     widths = list(narrowest)
-    # What one column does not need is left for those that need more.
+    # Width that one column does not need goes to the others.
     by_need = sorted(range(len(columns)), key=lambda i: widest[i] - narrowest[i])
     for count, i in enumerate(by_need):
         share = room // (len(by_need) - count)
@@ -185,7 +185,7 @@ def _break_lines(text: str, width: int, word: re.Pattern[str]) -> str:
             if len(name) > width:
                 parts = NAME_PART.split(name)
             for number, part in enumerate(parts):
-                # A space stands between names, and not between the parts of one.
+                # A space separates names, but not the parts of one.
                 longer = f"{line} {part}" if line and number == 0 else line + part
                 if line and len(longer) > width:
                     lines.append(line)

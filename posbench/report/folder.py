@@ -107,7 +107,7 @@ def _parse_csv(path: Path) -> pd.DataFrame:
         base = name.removesuffix(".1")
         if base in TEXT_COLUMNS:
             text_types[name] = str
-        # A swept `method` stands before that of the metrics, which becomes `method.1`.
+        # A swept `method` comes before the metrics' own, which pandas renames to `method.1`.
         if base != name and base in names:
             new_names[base] = f"{base} (swept)"
             new_names[name] = base

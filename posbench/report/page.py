@@ -254,7 +254,7 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         if "n" in frame:
             counts.update(int(n) for n in frame["n"].dropna())
     if len(counts) == 1:
-        # The one count of all tables is that of every figure.
+        # A count shared by all tables is every figure's.
         for figure, _ in section.figures.values():
             if not figure.get_label():
                 figure.set_label(count_label(counts))

@@ -351,7 +351,7 @@ def _estimates(
                 estimate[target] = None if pd.isna(row[source]) else float(row[source])
             if name != "difference":
                 estimate["n"] = int(row["n"])
-                # Of runs without the column it is NaN beside others that have it.
+                # It is NaN in runs without the column, next to runs with it.
                 note = row.get("note")
                 estimate["note"] = note if isinstance(note, str) else ""
     return estimates

@@ -176,7 +176,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
         console.print(study_answer(findings))
     else:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
-        # A terminal is narrow: runs and shapes stand on the page.
+        # A terminal is narrow: runs and shapes are on the page.
         shown = [i for i, name in enumerate(header) if name not in ("run", "shape")]
         cells = [[row[i] for i in shown] for row in rows]
         show_table(console, [header[i] for i in shown], cells)
@@ -478,7 +478,7 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
     ]
     columns: list[str] = []
     for column in [*names, *swept]:
-        # A checkpoint's path is left out where its name tells the rows apart already.
+        # A checkpoint's path is left out where its name already distinguishes the rows.
         if not columns or _splits_groups(rows, columns, column):
             columns.append(column)
     if columns:

@@ -94,7 +94,7 @@ def summary_table(metrics: pd.DataFrame, width: int = 80, note: str = "") -> Tab
     table.caption = "\n".join(filter(None, lines))
     for column in table.columns:
         column.justify = "right"
-    # A rule above the last row, which is that of all positions.
+    # A rule above the last row, over all positions.
     for row in table.rows[-2:-1]:
         row.end_section = True
     return table
@@ -105,7 +105,7 @@ def show_findings(folder: Path, console: Console) -> None:
     findings = read_csv(folder / "findings.csv")
     if findings is None:
         return
-    # n and notes stand in findings.csv and in the report; a terminal is narrow.
+    # n and notes are in findings.csv and in the report; a terminal is narrow.
     header = ["verdict", "claim: what was measured", "value", "p (Holm)"]
     _, cells = tables.findings_table(findings)
     rows = [

@@ -225,7 +225,7 @@ class _Trend:
         restriction = ""
         if self.claims:
             claim = self.claims.bias
-            # Below zero a published factor reverses the bias: more of it is not more.
+            # Below zero a published factor reverses the bias, so a larger effect is not a better one.
             numbers = numbers[numbers >= 0]
             restriction = " from 0 up"
         numbers = np.array([number for number in numbers if number in measurable])

@@ -221,7 +221,7 @@ class AttentionToGold(Study):
         elif layers["retrieval"].any():
             layers["used"] = layers["retrieval"]
         else:
-            # No layer follows the gold item: the best one stands in, so that there is something to look at.
+            # No layer follows the gold item: the best one is used, so that there is something to look at.
             layers["used"] = layers["layer"] == best_layer
 
         num_heads = len(kept_rows[0]["gold"][0])

@@ -103,7 +103,7 @@ def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
 def _submission(run: Run, rows: Sequence[Row]) -> dict[str, str]:
     """Texts of the files for the benchmark's leaderboard, by name; none where it has none."""
     outputs = {row["id"]: str(row["output"]) for row in rows}
-    # A run that stopped at its budget did not ask all of them.
+    # A run that stopped at its budget left some unanswered.
     replies = [(e, outputs[e.id]) for e in run.evaluation if e.id in outputs]
     return dict(run.task.submission(replies))
 
@@ -206,7 +206,7 @@ def write_metrics(
     if not tables:
         return False
     write_csv(out.path / METRICS_FILE, tables[METRICS_FILE])
-    # From what was written, as page and card are.
+    # From the written file, like the page and the card.
     note_verdict(out, run_verdict(read_csv(out.path / METRICS_FILE)))
     if len(tables[SUBSETS_FILE]):
         write_csv(out.path / SUBSETS_FILE, tables[SUBSETS_FILE])

@@ -367,7 +367,7 @@ class ModelCheck:
         for setup in plan:
             if setup.second and self.name != TINY:
                 continue
-            # Whatever goes wrong on a GPU is what this study is to find; not every family has every kernel.
+            # The study has to catch any GPU error; not every family has every kernel.
             try:
                 lm = self.model(setup)
             except Exception as error:  # noqa: BLE001
@@ -417,7 +417,7 @@ class ModelCheck:
         smallest = torch.finfo(getattr(torch, dtype)).eps
         tolerances = {}
         for quantity in ("logits", "losses"):
-            # Of all methods: the errors of a few prompts under one of them are too few to go by.
+            # Over all methods: a few prompts under one method give too few errors.
             largest = max(of_method[quantity] for of_method in errors.values())
             tolerances[quantity] = max(ROUNDING_FACTOR * largest, smallest)
         return tolerances

@@ -23,7 +23,7 @@ OPERATIONS = {  # the paper's names, and ours
     "Mutation": "mutation",
     "Crossover": "crossover",
 }
-DOMINANT_SHARE = 0.9  # of the time: what "dominates" is held against
+DOMINANT_SHARE = 0.9  # of the time: the threshold for "dominates"
 
 
 @dataclass(frozen=True, kw_only=True)
