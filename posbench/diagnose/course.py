@@ -109,7 +109,7 @@ REPLY_LIMIT_FACTOR = 4
 HARDER_ITEMS_FACTOR = 3
 """Factor on the number of items that makes a task harder."""
 FIRST_ITEMS = 20
-"""Items of a prompt where neither the user nor the model's file says it: a pilot on two cores."""
+"""Items of a prompt where user and model's file leave it open, for a pilot on two cores."""
 MIN_EASIER_ITEMS = 6
 """Fewest items of a prompt of an easier task."""
 END_SHARES = {"pilot": 0.2, "source": 0.7, "remedies": 0.85}
@@ -160,7 +160,8 @@ class Course:
         watch: Measures the time; None: from now on.
 
     Raises:
-        UserError: A key is the diagnosis' own, the task has no gold positions, or a server may not be asked.
+        UserError: The diagnosis sets a typed key itself, the task has no gold positions, or the user refuses to ask a
+            server.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Course:
 
     @property
     def task(self) -> Task:
-        """The task as it is asked now; it moves a gold item."""
+        """The task with its current settings; it moves a gold item."""
         return self.config.task
 
     @property
@@ -419,7 +420,7 @@ class Course:
             diagnosis.reason += f", and the data hold {self._available_questions}"
 
     def _name_server(self) -> None:
-        """Say that a bias may be the server's, where it could not be checked whether prompts arrive whole."""
+        """Note that a bias may be the server's, unless a check showed that prompts arrive whole."""
         server = self.config.server
         delivery = server.delivery if server else None
         if delivery and delivery.unchecked and self.diagnosis.verdict == BIAS:
@@ -545,7 +546,7 @@ class Course:
     def _race(
         self, methods: Mapping[str, Method], examples: Sequence[Example]
     ) -> list[Remedy]:
-        """Race methods on calibration prompts; one that was killed goes on from the rows in the diagnosis' folder."""
+        """Race methods on calibration prompts; a killed race resumes from the rows in the diagnosis' folder."""
         lm = self.runs.lm
         allowance = self.allowance
         config = self.runs.prepare(["task.limit=1"], in_process=True)
@@ -582,7 +583,7 @@ class Course:
             )
 
     def _split_for_race(self) -> RaceSplit:
-        """The questions of the race, and how many others the winner can be asked.
+        """The questions of the race, and the number of others left for the winner.
 
         Calibration prompts are shuffled: some tasks let the gold item move through the prompt from one to the next, and
         the first few decide which methods drop out.
@@ -811,7 +812,7 @@ class Course:
         return self.allowance.cost_of_prompt(read, self.task.max_new_tokens)
 
     def _prepare_first(self) -> Config:
-        """The config of the task as it is typed, with few pairs where the default number does not go with the rest."""
+        """The config of the typed task, with few pairs where the default number does not fit the rest."""
         size = f"task.{KVRetrieval.sizes[0]}"
         try:
             return self._prepare_task()
@@ -822,7 +823,7 @@ class Course:
             return self._prepare_task()
 
     def _set_first_size(self, config: Config, task: Task) -> None:
-        """Begin with few items where neither the user, nor the model's file, nor the task's own file says how many."""
+        """Begin with few items where user, model's file and task's file leave the number open."""
         size = f"task.{task.sizes[0]}"
         named = config.model.blocks.get(task.name, {})
         is_set = size in self.runs.typed_keys or task.sizes[0] in named
@@ -857,14 +858,14 @@ class Course:
         return self._if_possible({key: tokens})
 
     def _longer_replies(self, pilot: Pilot) -> tuple[str, int]:
-        """The key and the number of tokens that give replies, or thoughts, more room than a pilot had."""
+        """The key and the value of a reply or thinking limit larger than the pilot's."""
         if pilot.thinks:
             tokens = self.config.model.thinking_tokens or 1
             return "model.thinking_tokens", REPLY_LIMIT_FACTOR * tokens
         return "task.max_new_tokens", REPLY_LIMIT_FACTOR * self.task.max_new_tokens
 
     def _other_task(self, level: str) -> dict[str, Any]:
-        """Settings that make the task easier or harder; empty where nothing does."""
+        """Settings that make the task easier or harder; empty if there are none."""
         task = self.task
         size, calibration_size = (f"task.{name}" for name in task.sizes)
         changes: dict[str, Any] = {}
@@ -899,7 +900,7 @@ class Course:
         return changes
 
     def _change_task(self, changes: Mapping[str, Any], reason: str) -> None:
-        """Ask the task with other settings from now on, and say so."""
+        """Change the settings of the task, and print the change."""
         self.runs.settings |= changes
         self._use(self._prepare_task())
         text = ", ".join(
@@ -931,7 +932,7 @@ class Course:
         return ""
 
     def _own_command(self, but: str = "") -> str:
-        """The command as it was typed, without one of its keys."""
+        """The typed command without one of its keys."""
         typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
         if but != "budget":
             typed.append(f"budget={self.allowance.budget.text}")
@@ -1019,7 +1020,7 @@ def _ends_and_middle(positions: Sequence[int]) -> list[int]:
 
 
 def _level_text(level: str) -> str:
-    """Where a pilot found the model, in words."""
+    """The level of a pilot, in words."""
     return {
         "floor": "the model is at the floor",
         "ceiling": "the model is at the ceiling",

@@ -57,10 +57,10 @@ class Pilot:
     Attributes:
         level: Whether the replies can show a position bias.
         average: Score over all answers, 0..1, with its interval; NaN where there is none.
-        missing: Replies that are no answers.
-        kinds: How many of each kind these are and why, in words.
+        missing: Number of replies without an answer.
+        kinds: Their kinds with counts and reasons, in words.
         step: The change to make then; empty where longer replies help.
-        is_cut: Whether most of these were cut, so that longer replies help.
+        is_cut: Whether most were cut, so that longer replies help.
         thinks: Whether most of the cut ones ended in the model's thinking.
         settings: Settings of the task that the diagnosis changed, by key.
     """
@@ -257,7 +257,7 @@ class Remedy:
 
 @dataclass
 class Diagnosis:
-    """All that was found; parts that were not reached are None.
+    """All findings; parts that were not reached are None.
 
     Attributes:
         model: Name of the model.

@@ -136,7 +136,7 @@ def _figure(folder: str, name: str, caption: str) -> Mapping[str, Any]:
 
 
 def _shape_section(diagnosis: Diagnosis) -> Section | None:
-    """Which shape the score over the gold position has."""
+    """Shape of the score over the gold position."""
     shape = diagnosis.shape
     if shape is None:
         return None
@@ -176,7 +176,7 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
 
 
 def _attention_section(diagnosis: Diagnosis) -> Section | None:
-    """How much attention the gold item gets at every place."""
+    """Attention to the gold item at every position."""
     folder = diagnosis.runs.get("attention")
     attention = read_csv(Path(folder) / "attention.csv") if folder else None
     if attention is None:
@@ -191,7 +191,7 @@ def _attention_section(diagnosis: Diagnosis) -> Section | None:
 
 
 def _source_section(diagnosis: Diagnosis) -> Section | None:
-    """Which interventions on the gold item close the gap."""
+    """Interventions on the gold item that close the gap."""
     source = diagnosis.source
     if source is None:
         if not diagnosis.source_note:

@@ -1,4 +1,4 @@
-"""Remedies against each other: the loss of the right answer on calibration prompts, under each method."""
+"""A race of remedies: the loss of the right answer on calibration prompts, under each method."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ RACE_FILE = "race.jsonl"
 def applicable_methods(
     lm: LM, choices: Mapping[str, MethodChoice]
 ) -> tuple[dict[str, Method], list[Remedy]]:
-    """Build the methods that can run on a model, and say of the others why not.
+    """Build the methods that can run on a model, and give the reasons against the others.
 
     Args:
         lm: The model.
         choices: Every method by name, with the constants that are known.
 
     Returns:
-        The methods, and those left out.
+        The methods, and the reason for each one left out.
     """
     methods: dict[str, Method] = {}
     left_out = []
@@ -126,7 +126,7 @@ def race(
         lm: The model.
         methods: The methods by name.
         examples: Calibration prompts.
-        rows: The files of rows, where a race that was killed goes on.
+        rows: The files of rows, from which a killed race resumes.
         is_over: Whether no further prompts may be read; asked after each round.
 
     Returns:
@@ -185,13 +185,13 @@ def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Reme
 
 
 def _rank(remedy: Remedy) -> tuple[int, float]:
-    """Those that read most prompts first, then by their gain."""
+    """Sort key of a remedy: by the prompts it read, then by gain, largest first."""
     assert remedy.gain is not None
     return -remedy.gain.n, -remedy.gain.value
 
 
 def winner_of(remedies: Sequence[Remedy]) -> str:
-    """Name of the method whose gain is surely above zero and the largest; empty where there is none."""
+    """Name of the method with the largest gain surely above zero; empty if there is none."""
     for remedy in remedies:
         if remedy.gain and remedy.gain.ci_low > 0:
             return remedy.name
@@ -199,7 +199,7 @@ def winner_of(remedies: Sequence[Remedy]) -> str:
 
 
 def hopeful_methods(remedies: Sequence[Remedy], gap: Estimate | None) -> list[str]:
-    """Names of the methods whose gain may still be one that matters, the best first.
+    """Names of the methods whose gain may still matter, the best first.
 
     Args:
         remedies: The methods of the race.

@@ -142,7 +142,7 @@ class Runs:
     # The model
 
     def use_model(self, model: ModelConfig) -> None:
-        """Ask this model from now on; of a served one find out whether its checkpoint is on this machine."""
+        """Set the model; for a served one, look for its checkpoint on this machine."""
         self._model = model
         if model.in_process:
             return
@@ -157,7 +157,7 @@ class Runs:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the inside of the model can be looked at."""
+        """Whether the model can run in process."""
         return not self.is_served or self._in_process_args is not None
 
     @property

@@ -12,15 +12,15 @@ from posbench.stats.bootstrap import Estimate, difference
 from posbench.tasks import Example, Task
 
 SIGNAL_QUESTIONS = 12
-"""Questions of the look, each at one gold position."""
+"""Questions of the check, each at one gold position."""
 NEGLIGIBLE_NATS = 0.1
 """Gain in nats per answer token below which the prompt counts as no help."""
 SIGNAL_BATCH = 4
-"""Questions between which the look may end."""
+"""Questions of a batch, after which the check may end."""
 
 
 def spread_over_positions(examples: Sequence[Example]) -> list[Example]:
-    """Examples of different questions whose gold positions take turns, :data:`SIGNAL_QUESTIONS` at most.
+    """At most :data:`SIGNAL_QUESTIONS` examples of different questions, with alternating gold positions.
 
     Args:
         examples: The examples of a task; the n-th of each gold position is the same question, or another one.

@@ -40,9 +40,9 @@ class BudgetedRun(NamedTuple):
 def apply_budget(
     prepared: PreparedRun, console: Console, watch: Stopwatch
 ) -> BudgetedRun:
-    """Choose the sizes of a run for its budget, or take those that an earlier session chose.
+    """Choose the sizes of a run for its budget, or take an earlier session's choice.
 
-    The choice is recorded in the outputs, so that a run that is killed goes on with it.
+    The choice is recorded in the outputs, so that a killed run resumes with it.
 
     Args:
         prepared: The run, with a budget.

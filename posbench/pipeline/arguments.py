@@ -48,7 +48,7 @@ RUN_OF_METHOD_PATTERN = re.compile(rf"\b{FROM_RUN}([^,\[\]'\"]+)")
 """A run that is named in place of a method; a path may hold spaces."""
 METHOD_LIST = re.compile(r"\[([^\[\]]*)\]")
 RUN_CONSTANTS = "run_constants"
-"""Key of a method's node that says which run its constants come from."""
+"""Key of a method's node that names the run its constants come from."""
 BARE_OVERRIDE = re.compile(r"([^=]+)=([^\[\]{}()'\",=$\\]+)")
 """A key and a value without brackets and quotes."""
 NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|~")
@@ -65,7 +65,7 @@ class Request:
         overrides: The overrides.
         multirun: Whether the user or an experiment asks for a sweep.
         experiment: Name of the experiment; empty without one.
-        grid: Dotted keys over which the experiment sweeps, without those that the user typed.
+        grid: Dotted keys over which the experiment sweeps, without typed ones.
         set_by_experiment: Dotted keys that the experiment sets.
         spelled: Keys of the overrides, each as the user typed it.
         spelled_values: Typed values that Hydra gets in another form, by group: checkpoints, lists of methods
@@ -132,7 +132,7 @@ def read_flags(args: Sequence[str]) -> Flags:
 def parse_request(
     overrides: Sequence[str], folders: Sequence[Path], multirun: bool
 ) -> Request:
-    """Return overrides, and those that an experiment adds, as Hydra reads them.
+    """Return the overrides of the user and of the experiment, as Hydra reads them.
 
     Args:
         overrides: The overrides as typed.

@@ -54,7 +54,7 @@ TIE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 LISTED_FAULTS = 5
 """Faults that are named in a sentence."""
 TABLE_TOLERANCE = 1e-6
-"""How far numbers of a table may lie from those made again, relatively: libraries sum in other orders."""
+"""Largest relative difference between recorded and recomputed numbers: libraries sum in other orders."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def audit_rows(
         seed: Of the random choice.
 
     Returns:
-        How many rows agree.
+        Number of rows that agree.
     """
     methods = run.method.methods()
     examples = {example.id: example for example in run.evaluation}
@@ -402,7 +402,7 @@ def _without_sharing(run: Run) -> Run:
 
 
 def _first_difference(recorded: Row, plain: Row) -> str:
-    """The first field of a row that another value was recorded of; empty where there is none."""
+    """The first field of a row that differs from the recorded one; empty if none does."""
     for field, value in plain.items():
         if recorded.get(field) != value:
             return field
@@ -410,7 +410,7 @@ def _first_difference(recorded: Row, plain: Row) -> str:
 
 
 def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> float:
-    """How far apart two replies to a prompt are, in nats; infinite where rounding cannot have parted them.
+    """Distance of two replies to a prompt in nats; infinite where rounding cannot explain it.
 
     Args:
         subject: The run that asks, and the method under which both replies were given.
@@ -440,7 +440,7 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
 
 
 def _num_tokens_in_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two replies begin with in common."""
+    """Number of tokens in the common prefix of two replies."""
     count = 0
     for token, other in zip(first, second, strict=False):
         if token != other:

@@ -203,11 +203,11 @@ def _as_field(value: Any) -> Any:
 
 
 def most_questions(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the most questions, at most ``limit``, that fit; 0 where not one does.
+    """Return the largest number of questions up to ``limit`` that fits; 0 if none fits.
 
     Args:
         fits: Whether a number of questions fits; if one fits, all smaller ones fit.
-        limit: The most that are asked.
+        limit: Upper bound.
     """
     low = 0
     high = limit
@@ -232,13 +232,13 @@ def choose(
     Args:
         options: Ways to ask, the best first.
         cost: Cost of a number of questions under an option; rises with the number.
-        limit: The most questions that are asked.
+        limit: Upper bound of the number of questions.
         available: Upper limit of the cost.
         enough: Number of questions to reach before prompts are made larger.
 
     Returns:
-        The first way in which enough questions fit, else that in which most do, and the number of questions
-        that fit; None where not one fits in any.
+        The first option in which enough questions fit, else the one with most, and the number of questions
+        that fit; None if no question fits in any.
     """
     best: tuple[T, int] | None = None
     for option in options:
@@ -469,7 +469,7 @@ class Chooser:
         return int((available - option.fixed) / per_question)
 
     def round_questions(self, seconds_per_question: float) -> int | None:
-        """Return the questions of a round; None where all are one, as where no time is counted."""
+        """Return the questions of a round; None for a single round, as without a budget of time."""
         if self.config.budget and self.config.budget.seconds is None:
             return None
         seconds = min(ROUND_SECONDS, ROUND_SHARE * self.total)
@@ -809,7 +809,7 @@ def _question_limit(
 
 
 def _stops_at_budget(config: Config, budget: Budget) -> bool:
-    """Whether a run ends by itself where its budget is spent, and not only where all questions are answered."""
+    """Whether a run stops by itself once its budget is spent."""
     return budget.seconds is not None or (
         not config.model.in_process and bool(budget.tokens or budget.usd)
     )
@@ -841,7 +841,7 @@ def suggested_budget(seconds: float) -> str:
 def choose_precision(
     config: Config, reader: CheckpointReader
 ) -> tuple[dict[str, Any], str]:
-    """Return the precision that a budget takes on a CPU, and in words why; nothing where there is no choice."""
+    """Return the precision that a budget chooses on a CPU, and the reason in words; empty without a choice."""
     model = config.model
     is_embedded = model.path.startswith(paths.EMBEDDED)
     on_cpu = torch_device(config.runtime.device).type == "cpu"
@@ -927,7 +927,7 @@ def probe_speed(
 
 
 def read_plan(file: Path) -> BudgetPlan | None:
-    """Return the plan that an earlier session of a run chose; None where there is none.
+    """Return the plan of a run's earlier session; None if there is none.
 
     Raises:
         UserError: The file is damaged.

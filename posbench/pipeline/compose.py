@@ -163,7 +163,7 @@ def launch(
         run: Runs a job and returns its record.
 
     Returns:
-        The records of the jobs, in order. A job whose process died has one that says so.
+        The records of the jobs, in order. A job whose process died has a record of that.
     """
     asked = _Asked.of(args)
     if not jobs.composed:
@@ -204,7 +204,7 @@ def compose_one(*overrides: str) -> ComposedConfig:
 def compose_record(
     groups: Mapping[str, Any], folders: Sequence[Path]
 ) -> ComposedConfig:
-    """Return the config whose groups a run recorded: those that took part in it.
+    """Return the config of the groups that a run recorded.
 
     Whatever the others are, nothing reads them.
 
@@ -295,7 +295,7 @@ def _compose_job(config: DictConfig, job: Any, asked: _Asked) -> ComposedConfig:
 
 
 def _overrides(job: Any) -> list[str]:
-    """The overrides of a job, of which Hydra says this."""
+    """The overrides of a job, from Hydra's description."""
     overrides: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
     return [str(override) for override in overrides]
 
@@ -425,7 +425,7 @@ def _paper_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fit_positions(raw: dict[str, Any], typed: Sequence[str]) -> Iterator[str]:
-    """Move gold positions that nobody typed into the items of a prompt, where others set how many these are.
+    """Move default gold positions into the items of a prompt, where their number was set elsewhere.
 
     An experiment's positions count the items of its paper, and a model's file may have fewer.
 

@@ -36,7 +36,7 @@ Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NO_METHOD = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
 MAX_NAME_BYTES = 80
-"""Three names and a hash make the name of a folder, which has at most 255 bytes."""
+"""Limit for each of the three names in a folder's name, which also has a hash and at most 255 bytes."""
 SURROGATES = re.compile("[\ud800-\udfff]")
 """Code points with which Python represents bytes of the command line that are not UTF-8."""
 
@@ -56,7 +56,7 @@ class Experiment:
         reference: The paper's numbers.
         contrasts: Claims of the paper about the settings of the grid.
         claims: Claims that the paper reads off the figure, where it prints no numbers.
-        needs_weights: Whether it says nothing without a real checkpoint.
+        needs_weights: Whether it is meaningless without a real checkpoint.
         minutes: Minutes on one core with the default settings, approximately.
     """
 
@@ -165,7 +165,7 @@ class Config:
         )
 
     def reference(self) -> tuple[list[dict[str, Any]], str]:
-        """Return the paper's rows that apply to this run's task and setting, and why there are none."""
+        """Return the paper's rows for this run's task and setting, and the reason if there are none."""
         if self.experiment is None or self.experiment.reference is None:
             return [], ""
         return self.experiment.reference.beside(self.task, self.model.name)
@@ -210,7 +210,7 @@ def check_config(composed: ComposedConfig, obstacles: Faults | None = None) -> C
 def _build_parts(
     data: dict[str, Any], typed: Sequence[str], faults: Faults
 ) -> dict[str, Any]:
-    """The objects of all groups; those that are wrong are left out, and their faults collected.
+    """The objects of all groups; faulty ones are left out, and their faults collected.
 
     Args:
         data: The config; the study and the method set ``stages`` and ``method`` where the user typed neither.
@@ -320,7 +320,7 @@ def _check_checkpoint(source: Source, model: ModelConfig) -> None:
 
 
 def _need_text(node: Any, key: str) -> None:
-    """Refuse text that no file can hold: bytes of the command line that are no UTF-8."""
+    """Refuse text that no file can hold: bytes of the command line that are not UTF-8."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             _need_text(value, f"{key}.{name}".strip("."))
@@ -356,7 +356,7 @@ def task_sources(task: Task) -> list[Source]:
 
 
 def _need_folder_names(config: Config) -> None:
-    """Refuse names that are no folder names."""
+    """Refuse names that cannot name a folder."""
     names = {
         "model": config.model.name,
         "task": config.task.name,

@@ -136,16 +136,16 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
 
 
 def calibration_overlap(constants: RunConstants, task: Task) -> str:
-    """Say how many questions of a task were calibration prompts of the search that found some constants.
+    """Count the questions of a task that were calibration prompts of the search for some constants.
 
-    A task that takes the lines after those it evaluates for calibration takes others for another ``limit``.
+    A task that calibrates on the lines after its evaluation takes other lines under another ``limit``.
 
     Args:
         constants: The constants of a run.
         task: The task that is to be evaluated under them.
 
     Returns:
-        A sentence; empty where none was, or where this is not known.
+        A sentence; empty if there are none, or the number is unknown.
     """
     folder = Path(constants.folder)
     recorded = RunDir(folder).config().get("task")

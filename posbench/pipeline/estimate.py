@@ -135,7 +135,7 @@ def estimate_run(
     Args:
         config: The run.
         run: The same run, its model without weights.
-        methods: Methods by name, those of several runs that share prefills; None: the run's own.
+        methods: Methods by name, from several runs that share prefills; None: the run's own.
         characters: Number of characters of a stage's prompts to tokenise; rounded up to whole questions.
     """
     task = config.task
@@ -274,7 +274,7 @@ def _estimate_workload(
         stage: Name of the estimate.
         task: The task that asks the prompts.
         examples: Prompts from which the length is taken.
-        workload: How many are read.
+        workload: The number of prompts.
         characters: Number of characters of the prompts to tokenise.
     """
     sample, _ = _sample(examples, characters)

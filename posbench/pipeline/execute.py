@@ -193,8 +193,8 @@ def execute(
 def _has_ended(out: RunDir, config: Config) -> bool:
     """Whether all of a run is made.
 
-    One that stopped at its budget, or when it had asked enough, has no more to make with that setting: one with a much
-    larger budget goes on. Scores of ``posbench rescore`` are made again.
+    A run that stopped at its budget, or after enough questions, is finished under that setting and resumes under a much
+    larger budget. Scores of ``posbench rescore`` are made again.
     """
     if "evaluate" in config.stages and was_rescored(out):
         return False
@@ -269,7 +269,7 @@ def _merge_shards(run: Run) -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Give torch the CPU threads of a run: those typed, else all, divided among its workers.
+    """Give torch the CPU threads of a run: the typed number, else all, divided among its workers.
 
     Rounding depends on them, so an earlier run of the process must not leave its own.
     """
@@ -326,7 +326,7 @@ def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
 
 
 def _record_begin(out: RunDir, plan: BudgetPlan | None) -> None:
-    """Record the budget of this session, and take back that an earlier one stopped: the run goes on."""
+    """Record the budget of this session, and clear the stop of an earlier one, for the run resumes."""
     facts = out.facts(PROVENANCE)
     if plan:
         facts["budget"] = plan.facts()
@@ -485,7 +485,7 @@ def _check_cut_prompts(config: Config, run: Run) -> None:
 
 
 def make_run_folder(config: Config, command: str) -> Path:
-    """Return the folder of a run that other processes are to make; it is made where there is none yet.
+    """Return the folder for a run in other processes; it is made if there is none yet.
 
     It then holds config and provenance.
 

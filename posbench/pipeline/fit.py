@@ -153,7 +153,7 @@ class FitToModel:
             self._change("runtime", {"batch_tokens": max_tokens}, reason)
 
     def leave_prompts_uncut(self) -> None:
-        """Send prompts as they are where there is no tokenizer to count their tokens.
+        """Send prompts uncut, for there is no tokenizer to count their tokens.
 
         Raises:
             UserError: The user typed that they are cut.

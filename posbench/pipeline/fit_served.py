@@ -93,7 +93,7 @@ def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
 
 
 def _blame_server(faults: Faults, config: Config) -> None:
-    """Say in each fault that a server reads only the beginning, or another part, of long prompts."""
+    """Add to each fault that the server reads only a part of long prompts."""
     delivery = str(config.server.delivery) if config.server else ""
     blamed = []
     for error in faults.found:

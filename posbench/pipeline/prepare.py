@@ -299,7 +299,7 @@ def _check_parts(
         faults: The faults that were found before.
 
     Raises:
-        UserError: All faults, those found before among them.
+        UserError: All faults, earlier ones included.
     """
     run = build_run(config, Console(quiet=True))
     faulty_groups = {fault.field.partition(".")[0] for fault in faults.found}

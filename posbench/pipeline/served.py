@@ -222,7 +222,7 @@ def _kind_of_text(task: Task) -> str:
 
 
 def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str) -> None:
-    """Count the tokens of a sample of the prompts, time it, and find out how many requests are answered at once."""
+    """Count the tokens of a sample of the prompts, time it, and measure the number of parallel requests."""
     endpoint = probe.endpoint
     concurrency = probe.config.model.concurrency
     with probe.in_time("tokens and time of a piece of the prompts"):
@@ -351,7 +351,7 @@ def _deliver(probe: _Probe, longest: Example) -> Delivery:
 
 
 def _may_be_asked(config: Config, tokens: float) -> bool:
-    """Whether a server may be asked so much before the user agreed to the run."""
+    """Whether a server may be sent these requests before the user agreed to the run."""
     is_local = is_on_this_machine(str(config.model.base_url))
     return is_local or config.runtime.yes or tokens <= UNPRICED_TOKENS
 
@@ -585,12 +585,12 @@ class ServedEstimate:
         requests: Number of requests.
         read: Tokens of their prompts.
         written: Tokens of their replies, from the probe's replies.
-        written_at_most: The most that these may be.
+        written_at_most: Upper bound of ``written``.
         counting: How tokens are counted, in words.
         seconds: Time of the run; None: not known.
         at_once: Requests that the server answers in the time of one; None: not measured.
         cost: Cost of the tokens read and written; None: the price is not known.
-        cost_at_most: The most that it may be.
+        cost_at_most: Upper bound of ``cost``.
     """
 
     requests: int
@@ -746,7 +746,7 @@ def need_consent(config: Config, estimate: ServedEstimate, console: Console) -> 
     Servers on this machine need no consent, nor does a run with a budget of money or tokens.
 
     Raises:
-        UserError: Nobody can be asked and the user did not say so beforehand, or says no.
+        UserError: The user refuses, or cannot be asked and did not consent beforehand.
     """
     model = config.model
     budget = config.budget

@@ -49,9 +49,9 @@ from posbench.tasks.base import num_questions
 FIRST_TIME_RATIO = 2.0
 """Time of a study divided by the time of reading its tokens, assumed before a trial has measured it."""
 TRIAL_SHARE = 0.05
-"""Share of a budget from which on a trial says enough."""
+"""Share of a budget from which on a trial is long enough."""
 MAX_TRIAL_SHARE = 0.15
-"""Share of a budget that all trials may take, as far as that is known before."""
+"""Largest share of a budget for all trials, as estimated in advance."""
 
 
 class StudyChooser:
@@ -294,7 +294,7 @@ def _measure_factor(
 
 
 def _trial_counts(chooser: StudyChooser, most: int) -> Iterator[int]:
-    """Counts to try, each with larger sizes than the one before: about twice as large, ``most`` at the end."""
+    """Counts to try, each about twice the one before, ``most`` at the end."""
     count = 1
     while True:
         yield count

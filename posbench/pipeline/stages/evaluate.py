@@ -116,7 +116,7 @@ def files_of_rows(
     Args:
         run: The finished run.
         encoded: The prompts by the id of their example.
-        rows: Rows of all methods, without those that failed.
+        rows: Rows of all methods, without failed ones.
 
     Returns:
         Their texts by name, as the stage wrote them; a file that it did not write is left out.
@@ -267,7 +267,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         out: The run folder.
 
     Returns:
-        How many rows changed their score.
+        Number of rows whose score changed.
 
     Raises:
         UserError: The task no longer has the run's questions, or gives no score any more.
