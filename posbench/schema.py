@@ -163,7 +163,7 @@ def _allowed(detail: ErrorDetails) -> str:
 
 
 def no_other_keys(cls: type[T]) -> type[T]:
-    """Mark a dataclass for :func:`check_shape`: a key that is none of its fields is refused."""
+    """Mark a dataclass for :func:`check_shape`: keys other than its fields are refused."""
     return with_config(ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
 
 
@@ -288,7 +288,7 @@ def _instantiate_inside(value: Any, prefix: str) -> Any:
 
 
 def default_values(cls: type[Any]) -> dict[str, Any]:
-    """Every field of a dataclass as plain data: its default, None where it has none."""
+    """Defaults of a dataclass as plain data, by field; None without a default."""
     values = {}
     for f in fields(cls):
         value = f.default
@@ -319,7 +319,7 @@ def required_fields(cls: type[Any]) -> set[str]:
 def _wrong(
     prefix: str, name: str, value: Any, kind: Any, reason: str = ""
 ) -> UserError:
-    """The error of a value that does not have its type, with pydantic's reason where that says more."""
+    """The error of a value of a wrong type, with pydantic's reason where it is more specific."""
     field = f"{prefix}.{name}".strip(".")
     hint = f"set {field}={_example(kind)}"
     repeats_the_type = reason.startswith(("input should be", "tuple should have"))

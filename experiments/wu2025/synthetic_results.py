@@ -211,7 +211,7 @@ def _both_omegas(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _omega_counts(cells: pd.DataFrame) -> pd.DataFrame:
-    """How far the fixed vocabulary's cells lie from the paper's with each omega, by position encoding."""
+    """Distance of the fixed vocabulary's cells from the paper's with each omega, by position encoding."""
     both = _both_omegas(cells)
     rows = []
     for pe, label in {**tables.PE_LABELS, "": "all"}.items():

@@ -180,7 +180,7 @@ class Ensemble:
         """Train for one iteration, on a new batch for every seed.
 
         Raises:
-            UserError: The loss is no number.
+            UserError: The loss is NaN or infinite.
         """
         size = self.condition.batch
         batches = [
@@ -222,7 +222,7 @@ class Ensemble:
 
     @torch.no_grad()
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from checkpoints of :meth:`state`, one for each seed, all of the same iteration."""
+        """Resume from checkpoints of :meth:`state`, one for each seed, all of the same iteration."""
         self.iteration = states[0]["iteration"]
         step = torch.tensor(float(self.iteration), device=self.device)
         for rng, state in zip(self.data, states, strict=True):
@@ -305,7 +305,7 @@ class Ensemble:
             network: One network.
             world: Its classes and labels.
             rng: Generator of the test sequences.
-            count: How many sequences.
+            count: Number of sequences.
 
         Returns:
             Scores of each sequence by name, [count], sink metrics [count, n].

@@ -46,7 +46,7 @@ class ChannelSubtraction(Study):
 
     Attributes:
         channel: The positional channel; None: the one in the model's scale_channel block.
-        value: How much is subtracted, in units of ``unit``.
+        value: Amount to subtract, in units of ``unit``.
         unit: ``range`` of the unmodified item means by layer, or ``absolute`` (paper).
         gold: Depth of the gold item: the nearest gold position of the task (paper: 25 / 49).
         other: Depth of the item without the answer (paper: 35 / 49).

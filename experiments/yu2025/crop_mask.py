@@ -56,7 +56,7 @@ CROSSED_CHANGES = {
         "PE of another to end (control)", moved_to="end", of_another=True
     ),
 }
-"""Those that :attr:`CropMask.crossed` adds."""
+"""Changes that :attr:`CropMask.crossed` adds."""
 CHANGE_LABELS = {UNMODIFIED: "unmodified"}
 CHANGE_LABELS |= {name: change.label for name, change in CHANGES.items()}
 NO_LATE = "no gold position lies in the last third of the items"
@@ -366,7 +366,7 @@ def _crossed_effects(
     Args:
         frame: Scores and attention by variant and prompt.
         positions: Gold positions in their order.
-        inner: Those between the first and the last one.
+        inner: The positions between the first and the last one.
         resamples: Draws of the bootstrap.
     """
     contrasts = {

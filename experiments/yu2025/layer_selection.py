@@ -235,7 +235,7 @@ def edges(
 def layer_table(
     run: Run, changes: Mapping[LayerRange, Array], ranges: Mapping[str, range]
 ) -> pd.DataFrame:
-    """Score how much each layer retrieves and how much scaling it helps, and compare ranges of layers.
+    """Score each layer's retrieval and its benefit from scaling, and compare ranges of layers.
 
     The retrieval score is the share of prompts (``runtime.intervene_examples`` of each gold position) in
     which the unmodified model gives the gold item the most attention of all items, minus the share of a guess; the

@@ -167,7 +167,7 @@ class PositionalChannels(Study):
 
         Args:
             run: The run.
-            curves: Averaged states [L, P, D] of other strings than those that are measured.
+            curves: Averaged states [L, P, D] of other strings than the measured ones.
 
         Returns:
             Why each channel is measured, by channel.
@@ -218,7 +218,7 @@ class PositionalChannels(Study):
         return pd.concat(parts, ignore_index=True)
 
     def _sliding_mean(self, curve: Array) -> Array:
-        """Centred sliding mean of curves [L, P]; not a number where the window leaves the tokens behind ``skip``."""
+        """Centred sliding mean of curves [L, P]; NaN where the window leaves the tokens after ``skip``."""
         means = statistics.sliding_mean(curve[:, self.skip :, None], self.window)
         means = means[:, :, 0]
         smooth = np.full(curve.shape, np.nan)

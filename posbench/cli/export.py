@@ -295,7 +295,7 @@ def _origin_of_run(folder: Path) -> Origin:
 
 
 def _need_model_that_does_the_task(origin: Origin) -> None:
-    """Refuse constants whose run shows a model that cannot do the task: nothing says that they fix anything."""
+    """Refuse constants whose run shows that the model cannot do the task: nothing shows a fix."""
     verdict = origin.verdict
     if verdict is None or verdict.name != CANNOT_DO:
         return

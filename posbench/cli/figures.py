@@ -97,7 +97,7 @@ class Experiment:
 
     @property
     def embedded(self) -> bool:
-        """Whether it uses no models but those that come with posbench."""
+        """Whether it uses only models that come with posbench."""
         return all(
             config.model.path.startswith(paths.EMBEDDED)
             for config in self.configs
@@ -434,7 +434,7 @@ def _run(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminate processes, and kill those that do not end in time."""
+    """Terminate processes, and kill the ones that do not end in time."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + STOP_SECONDS

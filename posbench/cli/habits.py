@@ -77,7 +77,7 @@ FIRST_WORDS = ("run", "eval", "evaluate")
 
 
 def refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
-    """Refuse the flags of other tools with the line that says the same here.
+    """Refuse the flags of other tools, and give the equivalent posbench command line.
 
     Args:
         verb: The verb that was typed; empty for a run.
@@ -97,7 +97,7 @@ def refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
 
 
 def _flag_of(arg: str) -> str:
-    """The flag of another tool that an argument is, spelled with hyphens; empty where it is none."""
+    """An argument as a flag of another tool, spelled with hyphens; empty if it is not one."""
     name = arg.partition("=")[0]
     if name.startswith("--"):
         name = name.replace("_", "-")
@@ -144,7 +144,7 @@ def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _flags_with_values(args: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Each flag with how it was typed and its value; other arguments have no flag."""
+    """Each flag, its typed form and its value; other arguments have an empty flag."""
     result = []
     index = 0
     while index < len(args):

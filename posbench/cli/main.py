@@ -215,7 +215,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
-    """Refuse flags of other tools with the line that says the same here; nothing is imported without a flag."""
+    """Refuse flags of other tools, with the equivalent command line; nothing is imported without a flag."""
     if any(arg.startswith("-") for arg in args):
         from posbench.cli.habits import refuse_foreign_flags
 
@@ -416,7 +416,7 @@ def _run_job(
     lm: LM | None = None,
     watch: Stopwatch | None = None,
 ) -> Record:
-    """Run one job and return its record, so that a sweep goes on whatever happens.
+    """Run one job and return its record, so that a sweep continues after any error.
 
     Args:
         composed: The config as composed.

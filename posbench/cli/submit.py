@@ -49,7 +49,7 @@ POLL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a cluster: goes on with a run, from its folder alone.
+    """A job of a cluster: resumes a run, from its folder alone.
 
     Attributes:
         folder: The run's folder.
@@ -280,7 +280,7 @@ def _submit_jobs(
 
 
 def _submitit_parameters(cluster: Cluster, name: str) -> dict[str, Any]:
-    """Parameters of submitit's executor, without those that are not set."""
+    """Parameters of submitit's executor, without unset ones."""
     requeue = "requeue" if cluster.requeue else "no-requeue"
     parameters = {
         "name": name,
@@ -379,7 +379,7 @@ def resume(args: list[str]) -> int:
 
 
 def _command(folder: Path) -> str:
-    """The command that made a run, else the one that goes on with it."""
+    """The command that made a run, else the one that resumes it."""
     return open_run_dir(folder).command or f"posbench resume {folder}"
 
 

@@ -148,7 +148,7 @@ def _draw_latest_mark_heads(
 
     A word's identity goes through two layers, each with a subspace of its own.
 
-    The first head brings a word to the piece behind it, the second one from there to the value and to the
+    The first head brings a word to the next piece, the second one from there to the value and to the
     question's end: it reads the identity where the first one wrote it.
     """
     d = recipe.hidden_size

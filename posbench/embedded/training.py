@@ -1,4 +1,4 @@
-"""One training of an embedded model: one seed; a killed one goes on where it was, bit for bit."""
+"""One training of an embedded model: one seed; a killed one resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def train(
         The model in evaluation mode, and the contents of ``training.json``.
 
     Raises:
-        UserError: The loss is no number.
+        UserError: The loss is NaN or infinite.
     """
     model = build_model(recipe, torch.Generator().manual_seed(2 * seed))
     rng = torch.Generator().manual_seed(2 * seed + 1)

@@ -211,7 +211,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
     Args:
         a: Log-probabilities in nats, shape (N, vocabulary).
-        b: Those to compare, shape (N, vocabulary of the engine).
+        b: Log-probabilities to compare, shape (N, vocabulary of the engine).
 
     Returns:
         The difference in nats; infinite if ``b`` has no token of a prompt.

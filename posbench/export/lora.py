@@ -108,7 +108,7 @@ def need_columns(change: CheckpointChange, to: str) -> None:
 
 
 def adapter_rank(change: CheckpointChange) -> int:
-    """The rank of the adapter: channels of the layer that has most."""
+    """The rank of the adapter: the largest number of channels in a layer."""
     return max(map(len, change.columns.values()), default=0)
 
 

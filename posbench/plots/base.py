@@ -96,7 +96,7 @@ DOTS_PER_INCH = 200
 MARKERS = "os^vPp*h"
 ITEM_LABEL = "item (0 is the first)"
 TOKEN_LABEL = "token\n(0 is the first)"
-"""Axes that count as every table does; tokens of a formula are counted from 1, and their axes say so."""
+"""Axis label of tokens counted from 0, as in every table; axes of a formula count from 1."""
 DEPTH_LABEL = "gold position (% of the context)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
@@ -161,7 +161,7 @@ def new_panels(
 
 
 MAX_PANELS_PER_ROW = 8
-"""Small axes of layers in a row at most: there is then room for two ticks on each x axis."""
+"""Most small axes of layers in a row, with room for two ticks on each x axis."""
 
 
 def layers_per_row(layers: int) -> int:
@@ -406,8 +406,8 @@ def add_legend_below(figure: Figure) -> None:
 def sign(figure: Figure, models: Sequence[str]) -> None:
     """Write the models and n small above a figure, which may leave its page.
 
-    A title of the figure stays. A figure that rests on no model, as an ``exact`` one,
-    says so instead.
+    A title of the figure stays. A figure without a model, such as an ``exact`` one,
+    names its source instead.
     """
     basis = str(figure.get_label())
     is_count = basis.startswith("n = ")

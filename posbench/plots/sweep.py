@@ -173,7 +173,7 @@ def _draw_levels(
     Args:
         axes: Where they are drawn.
         rows: Rows with setting, of the task's own metric.
-        at_positions: Those at a gold position.
+        at_positions: The rows at a gold position.
         settings: The settings in drawing order.
     """
     if at_positions.empty:

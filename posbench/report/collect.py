@@ -78,7 +78,7 @@ class Result:
 
     @cached_property
     def scores(self) -> Scores | None:
-        """Its scores as a reader wants them; None where it has none."""
+        """Its scores in the order for readers; None if it has none."""
         metrics = self.metrics
         if metrics is None:
             return None
@@ -357,7 +357,7 @@ class _Inspection:
     """Finds out which runs can be shown.
 
     Attributes:
-        faults: Why runs and sweeps cannot be shown, by folder; empty for those without a fault so far.
+        faults: Reasons against showing runs and sweeps, by folder; empty without a fault so far.
     """
 
     faults: dict[Path, str] = field(default_factory=dict)
@@ -369,7 +369,7 @@ class _Inspection:
                 self.faults[folder] = _fault(folder, (CONFIG,))
 
     def intact(self, folders: Iterable[Path], at_most: int | None = None) -> list[Path]:
-        """The first folders, in their order, that are finished and undamaged; those after them are not read."""
+        """The first folders, in their order, that are finished and undamaged; later ones are not read."""
         intact_folders: list[Path] = []
         for folder in folders:
             if len(intact_folders) == at_most:

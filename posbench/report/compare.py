@@ -244,7 +244,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
-    """A metric over all gold positions; None where there is none, or where it means nothing as answers are missing."""
+    """A metric over all gold positions; None if it is absent, or meaningless because answers are missing."""
     rows = rows_over_all_positions(metrics, metric).dropna(subset="value")
     for row in rows[~has_missing_note(rows)].itertuples():
         return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))

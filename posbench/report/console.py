@@ -24,12 +24,12 @@ NAME_PART = re.compile(r"(?<=[A-Za-z][_/-])(?=[A-Za-z])")
 
 
 def make_console(width: int | None = None) -> Console:
-    """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
+    """The terminal, without markup: paths and names such as ``[a/b]`` and ``:x:`` print verbatim."""
     return _Terminal(markup=False, emoji=False, width=width)
 
 
 def make_wide_console() -> Console:
-    """The terminal; where output is none, nothing wraps."""
+    """The terminal; output elsewhere does not wrap."""
     return make_console(width=None if sys.stdout.isatty() else WIDE_COLUMNS)
 
 
@@ -102,7 +102,7 @@ def _text(value: object) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
-    """A table without empty columns, as wide as the terminal at most."""
+    """A table without empty columns, at most as wide as the terminal."""
     names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     columns = [[name, *(row[name] for row in rows)] for name in names]
     num_gaps = len(columns) - 1

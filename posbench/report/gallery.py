@@ -68,7 +68,7 @@ def _is_gallery(page: Path) -> bool:
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
-    """How many experiments are shown, and how the papers' claims fared in them."""
+    """The number of experiments, and of the papers' claims by verdict."""
     experiments = "experiment" if len(entries) == 1 else "experiments"
     num_runs = sum(len(entry.runs) for entry in entries)
     text = f"{len(entries)} {experiments}, {num_runs} runs."

@@ -234,7 +234,7 @@ def estimate_cell(record: Record, name: str, signed: bool = False) -> str:
 
 
 def age(started: str, now: datetime | None = None) -> str:
-    """How long ago an ISO time was; empty for any other text."""
+    """Age of an ISO time, in words; empty for any other text."""
     if now is None:
         now = datetime.now(UTC)
     try:

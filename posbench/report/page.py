@@ -228,7 +228,7 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 
 
 def describe_audit(folder: Path) -> str:
-    """How many rows came out the same when they were made again plainly; empty where none were."""
+    """The result of an audit, in words; empty without one."""
     provenance = read_json(folder / PROVENANCE) or {}
     return str(provenance.get(AUDIT, {}).get("words", ""))
 

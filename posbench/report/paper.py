@@ -37,7 +37,7 @@ CELL_COLUMNS = ["model", "method", "task", "gold_position", "metric"]
 RUN_COLUMNS = ["model", "method", "task", "setting"]
 """Columns that name a set of prompts asked together, which is judged by its missing answers."""
 DEPTH_TOLERANCE = 0.025
-"""How far (0..1) a paper's depth label may lie from the nearest depth we measured."""
+"""Largest distance (0..1) of a paper's depth label from the nearest depth we measured."""
 
 
 def paper_sections(
@@ -123,7 +123,7 @@ def _agreement_rule(reference: Sequence[Row]) -> str:
 
 
 def count_agreement(table: pd.DataFrame) -> str:
-    """How many of the paper's cells agree; those near zero are counted separately.
+    """The number of the paper's cells that agree; cells near zero are counted separately.
 
     A cell that was measured in several settings counts once.
     """

@@ -114,7 +114,7 @@ class RunSummary:
 
 
 def summaries(folders: Sequence[Path]) -> list[RunSummary]:
-    """The summaries of run folders, of those that did not change since from the index of their outputs folder.
+    """The summaries of run folders, for unchanged ones from the index of their outputs folder.
 
     Args:
         folders: Run folders of one outputs folder, resolved.
@@ -156,7 +156,7 @@ def _key(folder: Path, root: Path) -> str:
 
 
 def _stamp(folder: Path) -> list[list[int] | None]:
-    """Inode, size and times of change of every file that a summary is made from; None where there is none."""
+    """Inode, size and times of change of every file behind a summary; None for a missing file."""
     stamps: list[list[int] | None] = []
     for name in SUMMARY_FILES:
         try:
@@ -184,7 +184,7 @@ def _code() -> str:
 
 
 def _read_index(file: Path) -> dict[str, Row]:
-    """The entries of an index by run; none where there is no index, or one that is damaged or of other code."""
+    """The entries of an index by run; empty if the index is missing, damaged or from other code."""
     with suppress(OSError, ValueError):
         checksum, _, text = file.read_text(encoding="utf-8").partition("\n")
         if checksum == hashlib.sha256((_code() + text).encode()).hexdigest():

@@ -383,7 +383,7 @@ def _score_figure(
         summary: Rows of summary.csv.
         axes: The columns that distinguish settings.
         drawn_runs: The runs that a figure over settings draws.
-        drawn_note: How many these are, for its caption.
+        drawn_note: Their number, for the caption.
     """
     compares_models = "model" in axes and set(axes) <= {"model", "method"}
     if compares_models and len(rows_at_positions(summary)):
@@ -517,7 +517,7 @@ class _Setting(NamedTuple):
 
     @property
     def lacks_answers(self) -> bool:
-        """Whether it has no score as too many answers are missing."""
+        """Whether it has no score because too many answers are missing."""
         return self.average is not None and bool(pd.isna(self.average.value))
 
 
@@ -656,7 +656,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
 
 
 def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
-    """The range of the position bias, and where it cannot be measured; nothing where it nowhere can."""
+    """The range of the position bias, and the settings without one; empty if no setting has one."""
     with_bias = [setting for setting in settings if setting.bias]
     values = [(s.bias.value, s.name) for s in with_bias if _has_value(s.bias)]
     if not values:

@@ -30,7 +30,7 @@ from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
 FINAL_INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
-"""The interval at the end of a cell; the list of a swept setting is none."""
+"""The interval at the end of a cell; does not match the list of a swept setting."""
 WORD_OR_LIST = re.compile(r"\[.*\](?!\S)|\S+")
 """Parts of a cell that are not broken: words, intervals, lists of numbers."""
 MAX_SUBSETS = 24
@@ -136,7 +136,7 @@ def show_table(
 def text_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80
 ) -> Table:
-    """A table for the terminal; names and settings such as `[a,b]` are no markup.
+    """A table for the terminal, without markup in names and settings such as `[a,b]`.
 
     Args:
         header: Titles of the columns.

@@ -85,7 +85,7 @@ def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_stop(status: Mapping[str, Any]) -> str:
-    """How many questions a run asked that did not ask all, and why, from its ``status.json``; else empty."""
+    """Number of questions that a stopped run asked, and the reason, from its ``status.json``; else empty."""
     for record in status.get("stages", {}).values():
         if not record.get("stopped"):
             continue
@@ -297,10 +297,10 @@ def describe_cut_prompts(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def describe_missing_answers(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many rows are no answers, of which kind and why; empty where all are.
+    """Number, kinds and reasons of rows without an answer; empty if every row has one.
 
     Args:
-        rows: Predictions with ``outcome``, and where it is no answer with ``reason``.
+        rows: Predictions with ``outcome``, and without an answer with ``reason``.
     """
     rows = list(rows)
     missing = sum(bool(kind_of_row(row)) for row in rows)
@@ -423,7 +423,7 @@ def count_verdicts(findings: pd.DataFrame, correction: str = "within the study")
 
 
 def list_decided_claims(findings: pd.DataFrame) -> str:
-    """The claims that hold or are contradicted, with their models; how many do neither.
+    """The claims that hold or are contradicted, with their models, and the number of inconclusive ones.
 
     Claims are the paper's, or our controls where the paper makes none.
     """
@@ -439,7 +439,7 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
 def study_answer(findings: pd.DataFrame) -> str:
     """How a study's claims fared, and the first claims with their numbers.
 
-    Those are two of each verdict that decides, or one inconclusive one.
+    Shown are two of each decisive verdict, or one inconclusive one.
     """
     claims = _list_claims(findings, VERDICTS[:2], 2, numbers=True)
     if not claims:

@@ -47,7 +47,7 @@ SHUFFLES = 1000
 HEAD_EXAMPLES = 20
 """Examples of each gold position behind the maps of single heads."""
 MIN_RANKED_POSITIONS = 5
-"""Gold positions from which on a rank correlation over them says something."""
+"""Fewest gold positions for a meaningful rank correlation."""
 MIN_END_SCORE = 0.5
 """Score at the better end of the prompt; a model below it cannot do the task at that length."""
 

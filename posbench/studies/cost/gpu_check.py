@@ -423,7 +423,7 @@ class ModelCheck:
         return tolerances
 
     def rounding_errors(self, dtype: Dtype) -> dict[str, dict[str, float]]:
-        """By method, the CPU's own differences in a type; without those that give no numbers in it."""
+        """By method, the CPU's own differences in a type; without methods that fail in that type."""
         lm = self.model(CPU_SETUP._replace(dtype=dtype))
         errors = {}
         for name, method in self.methods.items():

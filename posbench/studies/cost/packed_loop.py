@@ -32,7 +32,7 @@ class PackedLoop:
         settings: The settings; factor 1 is the unmodified model.
 
     Attributes:
-        tokens: Number of tokens that the loop computes, the first forward behind the prefill among them.
+        tokens: Number of tokens that the loop computes, including the first forward after the prefill.
     """
 
     def __init__(

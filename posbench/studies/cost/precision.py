@@ -1,4 +1,4 @@
-"""How much of a method's result is rounding: error by weight type, and drift with the batch size."""
+"""The share of rounding in a method's result: error by weight type, and drift with the batch size."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 NUM_CHOICES = 4
 NUM_POSITIONS = 5
 TINY_TOKENS = 200
-"""Tokens of a prompt in the shapes of the paper for the embedded model, which was trained on prompts of such length."""
+"""Tokens of the embedded model's prompts in the paper's shapes; it was trained on prompts of this length."""
 SAMPLE_PAIRS = 64  # of which the tokens of a pair are estimated
 Work = Literal["Table 1", "Figure 6"]
 FACTORS: Mapping[Work, tuple[float, ...]] = {
@@ -52,7 +52,7 @@ SHARED = "in batches, prefills shared"
 LIMIT = "loop by hand"
 SEARCH_FACTORS = (0.5, 0.0, -0.5, -1.0)
 LOSS_DIGITS = 3
-"""Digits behind the point to which losses are compared."""
+"""Decimal places to which losses are compared."""
 Outputs = list[str]
 
 
@@ -73,7 +73,7 @@ class Throughput(TimingStudy):
         pairs: Pairs per prompt of key-value retrieval: short and long prompts.
         examples: Number of these prompts.
         new_tokens: Generated tokens.
-        tokens: Of a prompt in the shapes of the paper, about; of the embedded model's at most :data:`TINY_TOKENS`.
+        tokens: Approximate tokens of a prompt in the paper's shapes; at most :data:`TINY_TOKENS` for the embedded model.
         questions: Number of questions in these.
         works: The shapes of the paper to measure.
         candidates: Settings of scale_channel that the channel search compares; None: the search is not measured.
