@@ -66,8 +66,9 @@ TRANSLATED_MODEL_KEYS = {
 }
 """Key of posbench by model argument of the harness."""
 ENGINES = ("hf", "hf-auto", "huggingface", "vllm", "sglang", "openai", "posbench")
+"""Values of ``--model`` that name an engine, not a model."""
 SERVED_BACKENDS = ("local-completions", "local-chat-completions", "openai-completions")
-"""Values of ``--model`` that name an engine or a server, not a model."""
+"""Values of ``--model`` that name an API of a server, not a model."""
 ROUTE = re.compile(r"/(chat/)?completions/?$")
 """End of a base_url in the harness; posbench's base_url lacks it."""
 DEFAULT_TASK = "kv_retrieval"

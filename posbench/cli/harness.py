@@ -62,8 +62,9 @@ MODEL_KEYS = (
     "threads",
     "allow_partial",
 )
+"""Model arguments that are keys of the config's ``model``."""
 RUNTIME_KEYS = ("device", "device_map", "max_memory")
-"""Model arguments that are keys of the config's ``model`` and ``runtime``."""
+"""Model arguments that are keys of the config's ``runtime``."""
 
 _OWNER = "posbench"
 """Key of the harness's response cache that holds whose answers it has."""

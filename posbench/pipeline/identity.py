@@ -72,8 +72,9 @@ MODEL_SETTINGS = (
     "context_window",
     "allow_partial",
 )
+"""Settings of a model in process that can move a number."""
 RUNTIME_SETTINGS = ("batch_size", "batch_tokens", "round_questions", "share")
-"""Settings that can move a number."""
+"""Settings of the runtime that can move a number."""
 CODE_DIGITS = 12
 DATA_DIGITS = 16
 SHOWN_DIGITS = 12

@@ -15,10 +15,11 @@ from posbench.stats import frames
 from posbench.stats.findings import estimate_columns
 
 CENTRE = "centre of attention"
+"""Statistic of ``trend.csv``: mean place of the attention; 0 is the first item, 1 the last."""
 HALVES = "score of the first minus the second half of the gold positions"
+"""Statistic of ``trend.csv``: a difference of scores, each 0..1."""
 SPREAD = "position bias"
-"""Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share; see
-:func:`posbench.stats.position_bias.position_bias`."""
+"""Statistic of ``trend.csv``, see :func:`posbench.stats.position_bias.position_bias`."""
 
 PANELS = {
     CENTRE: ("centre of attention\n(0 first item, 1 last item)", 1, 0.5),

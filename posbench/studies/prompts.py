@@ -52,8 +52,9 @@ ComputeRows = Callable[[Sequence[Example]], list[Row]]
 ComputeRowsOnPrefix = Callable[[Sequence[Example], Prefix | None], list[Row]]
 RowsByVariant = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
 CROP_LAYERS = (1, 7)
+"""First and last cropped layer of 32, 0-based: 2 to 8 counted from 1 in Yu et al. 2025, Section 2.2."""
 RETRIEVAL_LAYERS = (15, 20)
-"""Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
+"""First and last retrieval layer of 32, 0-based: Yu et al. 2025."""
 MIN_LAYERS_FOR_SHARE = 16  # of fewer layers a share of the paper's says little
 BOUNDS = {"share": SMALLEST_SHARE, "point": SMALLEST_POINTS / 100}
 """Names of the smallest effects worth naming in ``yu2025_claims.csv``; its scores lie between 0 and 1."""

@@ -136,7 +136,10 @@ def subtracted() -> Figure:
 
 def curved() -> Figure:
     table = rows(
-        variant=list(perturbed.LABELS), layer=[0, 1, 2], token=[0, 9, 20], channel=[7]
+        variant=list(perturbed.VARIANT_LABELS),
+        layer=[0, 1, 2],
+        token=[0, 9, 20],
+        channel=[7],
     )
     return perturbed.curves_figure(
         table.assign(control=False, start=8, end=12), n=table["n"]
@@ -332,7 +335,7 @@ def test_models_get_colours_of_their_own_and_numbers_steps_of_a_scale():
 
 def hidden_in_layers(num_layers: int) -> Figure:
     table = rows(
-        variant=list(perturbed.LABELS),
+        variant=list(perturbed.VARIANT_LABELS),
         layer=list(range(num_layers)),
         token=[8, 100, 254],
         channel=[382],

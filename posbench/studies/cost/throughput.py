@@ -73,7 +73,7 @@ class Throughput(TimingStudy):
         pairs: Pairs per prompt of key-value retrieval: short and long prompts.
         examples: Number of these prompts.
         new_tokens: Generated tokens.
-        tokens: Approximate tokens of a prompt in the paper's shapes; at most :data:`TINY_TOKENS` for the embedded model.
+        tokens: Tokens of a prompt in the paper's shapes, roughly; at most :data:`TINY_TOKENS` for the embedded model.
         questions: Number of questions in these.
         works: The shapes of the paper to measure.
         candidates: Settings of scale_channel that the channel search compares; None: the search is not measured.
