@@ -31,7 +31,7 @@ from posbench.pipeline.prepare import build_run
 from posbench.pipeline.served import ASSUMED_TOKENS_PER_CHARACTER, estimate_served
 from posbench.run.base import Run
 from posbench.run.budget import Budget, Stopwatch, half_width, money, price_of
-from posbench.run.cost import LIGHT_PARAMETERS, Costs, Speed, WorkEstimate
+from posbench.run.cost import Costs, Speed, WorkEstimate
 from posbench.run.progress import SECONDS_PER_UNIT, duration
 from posbench.schema import no_other_keys
 from posbench.tasks.base import num_questions
@@ -862,7 +862,7 @@ def choose_precision(
 def describe_long_run(config: Config, run: Run) -> str:
     """Return that a run takes more than an hour on this machine, and a budget that would do; empty if it does not.
 
-    A study, a model of few parameters and a search that cannot be estimated are left out.
+    A study and a search that cannot be estimated are left out.
 
     Args:
         config: The run.
@@ -870,10 +870,7 @@ def describe_long_run(config: Config, run: Run) -> str:
     """
     if config.study or not config.model.in_process or not config.uses_model:
         return ""
-    probe = probe_speed(config, run)
-    if probe is None:
-        return ""
-    reader, speed, costs = probe
+    reader, speed, costs = probe_speed(config, run)
     planned = build_run(config, Console(quiet=True))
     planned.lm = load_without_weights(config.model, reader, config.runtime.device)
     works = estimate_run(config, planned)
@@ -898,10 +895,8 @@ def describe_long_run(config: Config, run: Run) -> str:
     return f"{line}budget=1d would ask what fits into a day"
 
 
-def probe_speed(
-    config: Config, run: Run
-) -> tuple[CheckpointReader, Speed, Costs] | None:
-    """Time a model on a few short prompts; return nothing for one of few parameters.
+def probe_speed(config: Config, run: Run) -> tuple[CheckpointReader, Speed, Costs]:
+    """Time a model on a few short prompts.
 
     Args:
         config: The run.
@@ -912,8 +907,6 @@ def probe_speed(
     """
     reader = read_checkpoint(config.model)
     costs = Costs.of(load_without_weights(config.model, reader, config.runtime.device))
-    if costs.parameters < LIGHT_PARAMETERS:
-        return None
     few = build_run(
         with_settings(config, {"task.limit": 1}),
         run.console,

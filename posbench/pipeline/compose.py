@@ -448,7 +448,12 @@ def _fit_positions(raw: dict[str, Any], typed: Sequence[str]) -> Iterator[str]:
         if f"task.{key}" in typed or not isinstance(positions, list):
             continue
         indices = [p for p in positions if isinstance(p, int)]
-        if not isinstance(new_size, int) or max(indices, default=-1) < new_size > 0:
+        # No items at all is a fault of the number, which its check reports.
+        if (
+            not isinstance(new_size, int)
+            or new_size < 1
+            or max(indices, default=-1) < new_size
+        ):
             continue
         size = max(defaults.get(size_key) or 0, max(indices) + 1)
         node[key] = list(positions_in_fewer_items(positions, size, new_size))

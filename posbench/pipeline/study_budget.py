@@ -230,7 +230,7 @@ def plan_study(
 def describe_long_study(config: Config, run: Run) -> str:
     """Return that a study takes more than an hour on this machine, and a budget that would do; empty if it does not.
 
-    Empty also for a study that does not know its work in advance, and for a model of few parameters.
+    Empty also for a study that does not know its work in advance.
 
     Args:
         config: The run.
@@ -238,10 +238,7 @@ def describe_long_study(config: Config, run: Run) -> str:
     """
     if not config.study or not config.study.smallest or not config.uses_model:
         return ""
-    probe = probe_speed(config, run)
-    if probe is None:
-        return ""
-    reader, speed, costs = probe
+    reader, speed, costs = probe_speed(config, run)
 
     def seconds_of(work: WorkEstimate) -> float:
         return FIRST_TIME_RATIO * speed.seconds(costs, work)

@@ -178,7 +178,7 @@ class Plan(ABC):
             rows = run.rows.complete(
                 file,
                 stage,
-                self.batches,
+                self._of_unfinished_methods(run, file, proofs),
                 _request_key,
                 self.answer,
                 self.order,
@@ -189,6 +189,18 @@ class Plan(ABC):
         if rules.ending:
             return self._keep_whole(rules, rules.ending, run, file, rows)
         return rows
+
+    def _of_unfinished_methods(
+        self, run: Run, file: str, proofs: Mapping[RowKey, Mapping[str, Any]]
+    ) -> list[list[Request]]:
+        """The batches without the methods that have all their rows, such as those copied from another run."""
+        finished = finished_keys(run.out, file, proofs)
+        missing = {name for name, id_ in proofs.keys() - finished}
+        return [
+            requests
+            for batch in self.batches
+            if (requests := [r for r in batch if r.subject.name in missing])
+        ]
 
     def _keep_whole(
         self,

@@ -30,9 +30,6 @@ Compute = Callable[[Sequence[Any]], list[Row]]
 ShowProgress = Callable[[str, int, int], AbstractContextManager[Callable[[int], Any]]]
 """Shows progress while a block runs, by a label, the number of rows, and of those that an earlier session made."""
 
-FAILURES_IN_A_ROW = 3
-"""Failed batches one after another, for each thread, after which no more are tried."""
-
 
 def no_proof(item: Any) -> Mapping[str, Any]:
     """Return nothing: the row of an item is known by its key alone."""
@@ -47,14 +44,14 @@ class _Failures:
     """What went wrong so far, and whether that ends the attempts.
 
     Args:
-        most_in_a_row: Failed batches one after another after which no more are tried.
+        most_in_a_row: Failed batches one after another after which no more are tried; None: all are.
 
     Attributes:
         num_rows: Rows that failed.
         obstacles: What ends the attempts, the first one first.
     """
 
-    def __init__(self, most_in_a_row: int) -> None:
+    def __init__(self, most_in_a_row: int | None) -> None:
         self.num_rows = 0
         self.obstacles: list[Exception] = []
         self._most_in_a_row = most_in_a_row
@@ -88,7 +85,12 @@ class Schedule:
     """The rounds in which the batches of a file are computed, and what leaves some of them out.
 
     This one has a single round, and leaves nothing out.
+
+    Attributes:
+        most_failures: Failed batches one after another after which no more are tried; None: all are.
     """
+
+    most_failures: int | None = None
 
     def round_of(self, batch: Sequence[Any]) -> int:
         """Return the number of the round of a batch: a round begins when the one before it has ended."""
@@ -143,10 +145,10 @@ class ResumableRows:
         Args:
             file: Name of the JSON-lines file in the run folder.
             label: What the progress bar says.
-            batches: All items, those whose rows exist among them, round by round.
+            batches: The items to compute where their rows are missing, round by round.
             key: Fields that identify the row of an item.
             compute: Rows of a batch, one per item, in order, without these fields.
-            order: Items in the order of the rows; None: that of the batches.
+            order: All items in the order of their rows; None: those of the batches.
             proof: What the row of an item proves itself by.
             schedule: Rounds of the batches, and what leaves some out; None: one round of all.
             workers: Batches that are computed at a time, each in a thread.
@@ -160,8 +162,10 @@ class ResumableRows:
         """
         schedule = schedule or Schedule()
         all_items = [item for batch in batches for item in batch]
+        if order is not None:
+            all_items = list(order)
         key_fields, rows = self._read_rows(file, all_items, key, proof)
-        failures = _Failures(FAILURES_IN_A_ROW * workers)
+        failures = _Failures(schedule.most_failures)
 
         def is_missing(item: Any) -> bool:
             return tuple(key(item).values()) not in rows
@@ -228,9 +232,9 @@ class ResumableRows:
                         failures.count(new_rows, num_tried < len(all_items))
         if failures.obstacles:
             raise failures.obstacles[0]
-        ordered_items = all_items if order is None else order
+        ordered_items = all_items
         if is_any_left_out:
-            ordered_items = [item for item in ordered_items if not is_missing(item)]
+            ordered_items = [item for item in all_items if not is_missing(item)]
         return self._ordered(
             file, rows, [key(item) for item in ordered_items], failures.num_rows
         )

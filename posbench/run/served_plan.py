@@ -24,6 +24,8 @@ from posbench.run.rows import Schedule
 from posbench.run.stop import StopRules
 from posbench.tasks import Example
 
+FAILURES_IN_A_ROW = 3
+"""Failed requests one after another, for each thread, after which no more are sent."""
 COST_DIGITS = 9
 """Digits behind the point of what a reply cost."""
 
@@ -133,6 +135,7 @@ class _Questions(Rounds):
             for batch in plan.batches
             for request in batch
         )
+        self.most_failures = FAILURES_IN_A_ROW * plan.workers
         self._begun = set[int]()
         self._is_closed = False
         self._lock = threading.Lock()

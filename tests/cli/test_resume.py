@@ -134,11 +134,11 @@ def test_damaged_rows_are_computed_again(
     assert result.status == 0
     assert len(sizes) == (1 if damage in ("torn", "flipped", "errored") else 0)
     if damage in ("torn", "newline"):
-        # The batch of 8 is asked again; what both sessions read adds up, one reply token a prompt. Both
-        # methods read all tokens of the prompts but the last once, and these 36 are one group.
-        assert ("evaluate 64/72 (88 %)" in result.out) is (damage == "torn")
+        # Of the batch of 8 the method that lacks a row is asked again; what both sessions read adds up, one reply
+        # token a prompt. Both methods read all tokens of the prompts but the last once, and these 36 are one group.
+        assert ("evaluate 68/72 (94 %)" in result.out) is (damage == "torn")
         tokens = [json.loads(line)["tokens"] for line in lines]
-        again = 8 if damage == "torn" else 0
+        again = 4 if damage == "torn" else 0
         spent = open_run_dir(finished).status()["spent"]["evaluate"]
         once = sum(tokens[:36]) - 36
         assert (
@@ -209,9 +209,9 @@ def test_out_of_memory_halves_the_batches_and_loses_nothing(
     monkeypatch.setattr(LM, "_generate_batch", holds_three)
     other = tmp_path / "other"
     assert posbench(*small, f"runtime.outputs={other}", verb=True).status == 0
-    # 36 prompts in batches of 8, longest first, each under both methods: 8 and 4 fail, and every batch after
-    # runs in quarters.
-    assert calls == [8, 4, *[2] * 32, *[1] * 8]
+    # 36 prompts under both methods in batches of 8 rows, longest first: 8 and 4 fail, and every batch after runs in
+    # quarters.
+    assert calls == [8, 4, *[2] * 36]
     folder = _only(other)
     assert pd.read_csv(folder / "metrics.csv").equals(
         pd.read_csv(finished / "metrics.csv")

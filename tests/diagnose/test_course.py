@@ -78,7 +78,7 @@ def test_a_model_that_loses_the_middle_is_explained_and_fixed(
     held_back = questions_of(Path(found["runs"]["held-back"]))
     assert shape and held_back and shape.isdisjoint(held_back)
 
-    folder = next(outputs.glob("diagnose/*"))
+    folder = next(outputs.glob("diagnose/*__*"))
     page = (folder / "report.html").read_text()
     for part in (
         "Shape",

@@ -192,7 +192,7 @@ def test_a_time_is_measured_once_and_its_choice_kept(
     def never(*given: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("posbench.pipeline.execute.plan_run", never)
+    monkeypatch.setattr("posbench.pipeline.apply_budget.plan_run", never)
     assert posbench(*args).status == 0
     assert len(run_folders(outputs)) == 1 and plan_of(outputs) == plan
 
@@ -472,7 +472,7 @@ def test_a_study_of_hours_says_so(
     posbench: POSBENCH, small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = [arg for arg in small if not arg.startswith(("search", "stages"))]
-    monkeypatch.setattr(module, "LIGHT_PARAMETERS", 1)
+    monkeypatch.setattr("posbench.pipeline.execute.LIGHT_PARAMETERS", 1)
     monkeypatch.setattr(module, "LONG_RUN_SECONDS", 1e-9)
     result = posbench(*args, "study=rollout", "study.prompts=9")
     assert result.status == 0 and "budget=10min holds all of it" in result.out
@@ -596,7 +596,7 @@ def test_a_run_of_hours_says_so_with_a_budget_that_would_do(
 ) -> None:
     args = [*small, *EVALUATE]
     assert "budget" not in posbench(*args).out
-    monkeypatch.setattr(module, "LIGHT_PARAMETERS", 1)
+    monkeypatch.setattr("posbench.pipeline.execute.LIGHT_PARAMETERS", 1)
     monkeypatch.setattr(module, "LONG_RUN_SECONDS", 1e-9)
     result = posbench(*args, "task.limit=11")
     # A few prompts of tiny are done long before the smallest budget ends.

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from posbench.run.runtime import Runtime
 from posbench.schema import default_values
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
-from tests.messages import Tokens, refused
+from tests.conftest import Result
+from tests.messages import Tokens, assert_refused, refused
 
 
 def _jobs(*args: str) -> list[ComposedConfig]:
@@ -554,3 +556,10 @@ def test_a_key_inside_a_mapping_keeps_its_place_among_the_mappings() -> None:
 def test_a_value_given_twice_is_the_last_one_in_a_sweep_as_in_a_run() -> None:
     jobs = _jobs("-m", "task.limit=2,3", "task.limit=5", "task.seed=1,2")
     assert [job.raw["task"]["limit"] for job in jobs] == [5, 5]
+
+
+def test_no_items_is_a_fault_of_the_number_and_not_of_the_positions(
+    posbench: Callable[..., Result],
+) -> None:
+    for given in (["task.pairs=0"], ["task.pairs=0", "task.positions=[0,1]"]):
+        assert_refused(posbench(*given).err, "task.pairs", "0", hint="task.pairs=2")

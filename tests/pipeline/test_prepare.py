@@ -282,10 +282,10 @@ def test_validate_tells_what_is_not_here_and_what_a_run_takes(
     assert told.status == 0, told.err
     lines = [re.split(" {2,}", line.strip()) for line in told.out.splitlines()]
     cells = {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
-    # 63 pairs of words: 255 tokens; two methods, five positions, three questions in one batch; the search
+    # 63 pairs of words: 255 tokens; two methods, five positions, three questions: all in one batch; the search
     # reads its prompts of 50 pairs thrice, ten strings, and the answer under 40 candidates and none.
     assert (
-        cells["evaluate"][:2] == ["30", f"{30 * 255:,}"] and cells["evaluate"][3] == "2"
+        cells["evaluate"][:2] == ["30", f"{30 * 255:,}"] and cells["evaluate"][3] == "1"
     )
     assert (
         cells["intervene"][:2] == ["30", f"{30 * 255:,}"]

@@ -261,6 +261,7 @@ def test_rows_that_do_not_tell_their_prompt_are_not_taken_for_the_same(
     assert "unpaired" in compared(runs, *runs)[1]
 
 
+@pytest.mark.figures
 def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     first = run(tmp_path, "aaaa0001", better)
     other = run(tmp_path, "aaaa0002", better, task={"name": "mine"})

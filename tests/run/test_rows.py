@@ -15,7 +15,6 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.run.folder import RunDir
 from posbench.run.rows import (
-    FAILURES_IN_A_ROW,
     IncompleteRun,
     ResumableRows,
     Schedule,
@@ -111,16 +110,22 @@ def test_a_failed_batch_is_tried_again_next_time(folder: Path, workers: int) -> 
     assert complete(folder, count) == expected() and asked == [[8, 9, 10, 11]]
 
 
-def test_many_failures_in_a_row_end_the_attempts(folder: Path) -> None:
+@pytest.mark.parametrize("most", [1, 3, None])
+def test_many_failures_in_a_row_end_the_attempts(
+    folder: Path, most: int | None
+) -> None:
     tried = []
+    schedule = Schedule()
+    schedule.most_failures = most
 
     def compute(batch: Sequence[int]) -> list[Row]:
         tried.append(batch)
         raise RuntimeError("the server is gone")
 
-    with pytest.raises(IncompleteRun, match=r"one after another.*the server is gone"):
-        complete(folder, compute)
-    assert len(tried) == FAILURES_IN_A_ROW < len(BATCHES)
+    expected_words = r"one after another.*the server is gone" if most else "20 rows"
+    with pytest.raises(IncompleteRun, match=expected_words):
+        complete(folder, compute, schedule=schedule)
+    assert len(tried) == (most or len(BATCHES))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -216,7 +216,8 @@ def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
                 2.0,
                 range(LAYERS),
                 True,
-                lambda n: slice(n - 1, n) if n == 1 else slice(0, 0),
+                # In one pass all tokens attend, and the last one again.
+                lambda n: slice(n - 1, n) if n in (1, TOTAL) else slice(0, 0),
             ) as full:
                 expected = model(**call).logits[:, -1]
     assert_same(found, expected, noise, "logits")
