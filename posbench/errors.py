@@ -50,7 +50,7 @@ class UserError(Exception):
 
 
 class MachineError(UserError):
-    """The machine stands in the way (disk, permission, memory), not the input."""
+    """An error of the machine (disk, permission, memory), not of the input."""
 
     status = 3
 
@@ -170,7 +170,7 @@ class SeveralErrors(UserError):
 
 
 class Faults:
-    """Collects errors in ``found``, so that a user sees all of them at once."""
+    """Collects errors in ``found``, so that a user sees all at once."""
 
     def __init__(self) -> None:
         self.found: list[UserError] = []
@@ -210,7 +210,7 @@ def complain(error: UserError) -> None:
 def renamed(old: str, new: str) -> Iterator[None]:
     """Let the errors of a block name ``new`` where they would name ``old``: in field, allowed and hint.
 
-    A method says ``method.KEY`` and a task ``task.KEY``, wherever in a config they stand: they do not know.
+    A method says ``method.KEY`` and a task ``task.KEY``, for they do not know their place in the config.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Libraries that take seconds to import, each loaded when something in it is first used.
 
 ``posbench ls`` and a wrong key are answered without torch. So every module takes these libraries from here
-and uses nothing of them while it is imported itself; types are for annotations alone, and what torch and
-matplotlib have as decorators is made by :func:`run_inside`. A module that defines a network needs torch at once.
+and uses nothing from them while it is imported itself; types are for annotations alone, and decorators of torch
+and matplotlib are made by :func:`run_inside`. A module that defines a network needs torch at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class LateModule:
-    """Stands for a module that is imported when one of its attributes is first used."""
+    """A module that is imported when one of its attributes is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -18,7 +18,7 @@ PAPERS = tuple(sorted(file.parent for file in EXPERIMENTS.glob("*/__init__.py"))
 BUILT_IN = (CONF, *PAPERS)
 """posbench's own config folders."""
 REFERENCE_TABLES = ("reference/*.csv", "*/reference/*.csv")
-"""Tables below :data:`EXPERIMENTS` with the papers' own numbers: what several papers say, and each paper's."""
+"""Tables below :data:`EXPERIMENTS` with the papers' own numbers: shared between papers, and each paper's."""
 MODELS = PACKAGE / "embedded" / "models"
 EMBEDDED = "posbench://"
 PLURALS = {
@@ -47,8 +47,8 @@ def config_folders(user_folder: str | None, field: str = "--config-dir") -> list
     """posbench's config folders and the user's, if any, whose modules can be imported from then on.
 
     Raises:
-        UserError: There is no such folder, or a module of it has the name of a paper's package; ``field`` is what named
-            the folder.
+        UserError: There is no such folder, or a module in it has the name of a paper's package; ``field`` is the
+            argument that named the folder.
     """
     if user_folder is None:
         return list(BUILT_IN)

@@ -50,7 +50,7 @@ Bases = Annotated[tuple[Annotated[float, Gt(1)] | None, ...], MinLen(1)]
 """Bases of rotary embeddings; None is the model's own."""
 
 Truncation = Literal["refuse", "middle", "document", "words"]
-"""What happens to a prompt that does not fit; see :class:`posbench.tasks.Task`."""
+"""Treatment of a prompt that does not fit; see :class:`posbench.tasks.Task`."""
 
 PLAIN_WORDS = {
     int: "a whole number",
@@ -65,7 +65,7 @@ def build(cls: type[T], data: Mapping[str, Any], prefix: str) -> T:
     """Check plain data against a dataclass, with its annotated bounds, and make the object.
 
     Raises:
-        UserError: Unknown or missing keys, wrong types, values out of bounds: all of them, each with its
+        UserError: Unknown or missing keys, wrong types, values out of bounds: all faults, each with its
             dotted name in ``prefix``.
     """
     faults = Faults()
@@ -93,7 +93,7 @@ def build(cls: type[T], data: Mapping[str, Any], prefix: str) -> T:
 def _key_fault(
     cls: Any, kinds: Mapping[str, Any], key: str, value: Any, prefix: str
 ) -> UserError | None:
-    """What is wrong with a key, or with a value that pydantic would accept; None where nothing is.
+    """The fault of a key, or of a value that pydantic would accept; None without a fault.
 
     Args:
         cls: The dataclass.
@@ -140,7 +140,7 @@ def check_shape(data: Any, shape: Any, label: str, hint: str) -> Any:
     try:
         return _shape_adapter(shape).validate_python(data)
     except ValidationError as error:
-        # A union reports every branch; the shortest path is that of the field itself.
+        # A union reports every branch; the shortest path is the field's own.
         detail = min(error.errors(), key=lambda detail: len(detail["loc"]))
         path = ".".join(str(part) for part in detail["loc"])
         field = f"{label}: {path}" if path else label
@@ -149,7 +149,7 @@ def check_shape(data: Any, shape: Any, label: str, hint: str) -> Any:
 
 
 def _allowed(detail: ErrorDetails) -> str:
-    """What would have been allowed where pydantic found a fault."""
+    """The allowed values where pydantic found a fault."""
     kind = detail["type"]
     if kind.startswith("missing"):
         return "a value: this field is missing"
@@ -163,7 +163,7 @@ def _allowed(detail: ErrorDetails) -> str:
 
 
 def no_other_keys(cls: type[T]) -> type[T]:
-    """Mark a dataclass for :func:`check_shape`: a key that is none of its fields is refused."""
+    """Mark a dataclass for :func:`check_shape`: keys other than its fields are refused."""
     return with_config(ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
 
 
@@ -288,7 +288,7 @@ def _instantiate_inside(value: Any, prefix: str) -> Any:
 
 
 def default_values(cls: type[Any]) -> dict[str, Any]:
-    """Every field of a dataclass as plain data: its default, None where it has none."""
+    """Defaults of a dataclass as plain data, by field; None without a default."""
     values = {}
     for f in fields(cls):
         value = f.default
@@ -319,7 +319,7 @@ def required_fields(cls: type[Any]) -> set[str]:
 def _wrong(
     prefix: str, name: str, value: Any, kind: Any, reason: str = ""
 ) -> UserError:
-    """The error of a value that does not have its type, with pydantic's reason where that says more."""
+    """The error of a value of a wrong type, with pydantic's reason where it is more specific."""
     field = f"{prefix}.{name}".strip(".")
     hint = f"set {field}={_example(kind)}"
     repeats_the_type = reason.startswith(("input should be", "tuple should have"))
@@ -329,7 +329,7 @@ def _wrong(
 
 
 def _example(kind: Any) -> str:
-    """A legal value as the command line spells it; ``...`` where the type alone does not tell."""
+    """A legal value as the command line spells it; ``...`` where the type alone does not give one."""
     origin = get_origin(kind)
     args = get_args(kind)
     if origin is Annotated:

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def _requirements() -> list[Requirement]:
-    """What the package metadata requires, without extras; empty in a checkout that was never installed."""
+    """Requirements in the package metadata, without extras; empty in a checkout that was never installed."""
     try:
         requirements = [Requirement(line) for line in requires("posbench") or ()]
     except PackageNotFoundError:
@@ -20,7 +20,7 @@ def _requirements() -> list[Requirement]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what posbench needs, for the record of a run."""
+    """Versions of posbench's requirements, for the record of a run."""
     return {r.name: version(r.name) for r in _requirements()}
 
 

@@ -53,7 +53,7 @@ from posbench.model.families import FAMILIES
 from posbench.report.collect import Entry, Panel, collect_entries, natural_order
 from posbench.report.experiments import PAPERS, trains_networks
 from posbench.report.folder import read_csv, read_json
-from posbench.report.gallery import GROUPS, heading, paper_of, paper_shows
+from posbench.report.gallery import HEADINGS, heading, paper_of, paper_shows
 from posbench.report.page import read_run
 from posbench.report.paper import AGREEMENT
 from posbench.report.tables import findings_table, format_p_value, papers_first
@@ -598,7 +598,7 @@ def gallery_page(
     """
     texts = list[str]()
     figures = dict[str, Path]()
-    for paper, paper_title in GROUPS.items():
+    for paper, paper_title in HEADINGS.items():
         text_of = dict((kept or {}).get(paper_title, {}))
         for entry in entries:
             if paper_of(entry) != paper:
@@ -654,7 +654,7 @@ def _read_entries(file: Path, option: str) -> dict[str, dict[str, str]]:
     entries = entries_of(page)
     num_headings = len(re.findall(r"^### ", page, flags=re.MULTILINE))
     is_whole = num_headings == sum(map(len, entries.values()))
-    if not is_whole or set(entries) - set(GROUPS.values()):
+    if not is_whole or set(entries) - set(HEADINGS.values()):
         allowed = "a gallery with <!-- entry NAME --> before each heading"
         hint = "make that page again from all its runs, without --keep"
         raise UserError(option, str(file), allowed, hint)

@@ -38,7 +38,7 @@ NORMS: dict[theory.Norm, str] = {
 }
 """Norms in words."""
 FORM_TOLERANCE = 1e-8  # of a score in closed form against the exact limit
-SIMULATION_CORRELATION = 0.9  # from which on a simulation shows what the limit says
+SIMULATION_CORRELATION = 0.9  # from which on a simulation reaches the limit
 NO_CORRELATION = 0.3  # below which two simulations have nothing in common
 
 
@@ -78,7 +78,7 @@ FIGURES: dict[int, tuple[Setting, ...]] = {
     9: (Setting(0.5, rope=True),),
     10: (Setting(0.0, rope=True, mask=False),),
 }
-"""Figures of the paper and what each simulates: nothing for Figure 1. With RoPE, normalised maps follow."""
+"""Settings that each figure of the paper simulates: none for Figure 1. With RoPE, normalised maps follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class CausalMask(Study):
         return tables
 
     def _score_table(self, setting: Setting, mean: Array, error: Array) -> pd.DataFrame:
-        """Means and standard errors [L, n, n] as rows of layer, query, key, without what the mask hides."""
+        """Means and standard errors [L, n, n] as rows of layer, query, key, without masked entries."""
         if setting.mask:
             mean = np.where(np.tri(self.tokens, dtype=bool), mean, np.nan)
         maps = {
@@ -180,7 +180,7 @@ class CausalMask(Study):
         return pd.DataFrame(columns)
 
     def simulated(self, setting: Setting) -> tuple[Array, Array, Array]:
-        """Mean scores, standard errors, and means of half as many draws of another seed, each [L, n, n]."""
+        """Mean scores, standard errors, and means of half the draws from another seed, each [L, n, n]."""
         mean, error = self._simulate(setting, self.draws, self.seed)
         repeated_mean, _ = self._simulate(setting, self.draws // 2, self.seed + 1)
         return mean, error, repeated_mean
@@ -353,7 +353,7 @@ def _appendix_b(rows: pd.DataFrame, l2: Array) -> Finding:
 
 
 def _section_5_1(rows: pd.DataFrame) -> Finding:
-    """What RoPE's pattern depends on, with the causal mask and without."""
+    """Whether RoPE's pattern depends on more than i - j, with the causal mask and without."""
     masked = rows.loc["alpha 0, RoPE"].query("layer > 0")
     unmasked = rows.loc["alpha 0, RoPE, no mask"].query("layer > 0")
     smallest = masked["split_half"].min()

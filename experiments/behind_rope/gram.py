@@ -35,7 +35,7 @@ from posbench.stats.correlation import spearman
 from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, join_findings
 from posbench.studies.base import Tables
 
-PANELS = {
+PANEL_TITLES = {
     "a": "LN(X)",
     "b": "scores of the first layer",
     "c": "A V",
@@ -68,9 +68,9 @@ class Gram(Sampled):
 
         Returns:
             ``panels`` (panel, query, key, product) and ``facts`` (by panel): diagonal and below (means of the
-            diagonal and of what is below it), falling (rank correlation of the diagonal with the token, sign
+            diagonal and below the diagonal), falling (rank correlation of the diagonal with the token, sign
             turned), rising (rank correlation of product and key, mean over queries, token 1 left out), and
-            those of :meth:`MeanMap.facts`.
+            the columns of :meth:`MeanMap.facts`.
         """
         batches = run.prompts.batches_by_length(self.rows(run.lm), len)
         with run.progress("samples", self.samples) as advance:
@@ -107,7 +107,7 @@ class Gram(Sampled):
         maps = stack_maps(tables["panels"], "product", by="panel")
         titled = {
             f"({panel}) {title}": scores
-            for (panel, title), scores in zip(PANELS.items(), maps, strict=True)
+            for (panel, title), scores in zip(PANEL_TITLES.items(), maps, strict=True)
         }
         rows = rows_of_panels(titled, PANELS_ACROSS)
         caption = (
@@ -117,7 +117,7 @@ class Gram(Sampled):
         return {"gram": (maps_figure(rows, self.last_token), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """What the paper reads off the panels of its model without position embedding."""
+        """The paper's claims on the panels of its model without position embedding."""
         facts = tables["facts"].set_index("panel")
         n = int(facts["n"].iloc[0])
         share = (facts["below"] / facts["diagonal"]).abs()
@@ -204,7 +204,7 @@ def first_block(lm: LM) -> Any:
     need_attention_interface(lm)
     block = families.decoder_layers(lm.model)[0]
     attention = families.attention_modules(lm.model)[0]
-    # With a norm behind each part, as Gemma 2 and OLMo 2 have, this one is not that of the feedforward block.
+    # With a norm behind each part, as in Gemma 2 and OLMo 2, this one is not the feedforward block's.
     has_norm = hasattr(block, "post_attention_layernorm") and not hasattr(
         block, "post_feedforward_layernorm"
     )
@@ -238,7 +238,7 @@ def gram_panels(
     """
     block = first_block(lm)
     first, second, *_ = families.attention_modules(lm.model)
-    maps = {panel: MeanMap(len(plan[0][0])) for panel in PANELS}
+    maps = {panel: MeanMap(len(plan[0][0])) for panel in PANEL_TITLES}
     states: dict[str, Tensor] = {}
     # X is the input of the first block.
     inputs = {"X": block, "a": first, "c": first.o_proj, "h": second}

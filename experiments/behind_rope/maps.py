@@ -25,7 +25,7 @@ def long_table(
     block, and the value is the mean below the diagonal.
 
     Args:
-        index_name: Name of the column that tells the maps apart.
+        index_name: Name of the column that distinguishes the maps.
         maps: By the value of that column, the maps [n, n] by name.
         max_cells: Largest side of a written map.
 
@@ -77,7 +77,7 @@ def title_layers(values: Array) -> dict[str, Array]:
 def rows_of_panels(
     maps: Mapping[str, Array], across: int
 ) -> list[tuple[str, dict[str, Array]]]:
-    """Maps by their titles in rows of so many, without names, for :func:`maps_figure`."""
+    """Maps by their titles in rows of ``across``, without names, for :func:`maps_figure`."""
     titled = list(maps.items())
     return [
         ("", dict(titled[start : start + across]))
@@ -95,7 +95,7 @@ def maps_figure(
 
     Args:
         rows: Name of each row of the figure, and its maps [n, n] by their titles.
-        last: Number of the last token where a cell stands for several tokens; such maps have no diagonal.
+        last: Number of the last token where a cell covers several tokens; such maps have no diagonal.
         n: Numbers of samples, to be written on the figure.
     """
     across = max(len(maps) for _, maps in rows)
@@ -124,7 +124,7 @@ def maps_figure(
 
 
 def _draw_map(figure: Figure, axes: Axes, scores: Array) -> None:
-    """Draw one map with its colour bar, which stands in the empty half of a causal map."""
+    """Draw one map with its colour bar in the empty half of a causal map."""
     low, high = np.nanquantile(scores, COLOUR_QUANTILES)
     image = axes.imshow(
         scores, cmap="viridis", vmin=low, vmax=high, interpolation="nearest"

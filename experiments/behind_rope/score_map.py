@@ -36,7 +36,7 @@ from posbench.theory.causal_mask import diagonal_normalised
 
 MAIN_LAYERS = 4  # of the paper's main figure
 MAPS_ACROSS = 8  # in the figures of all layers
-PAPER = "Behind RoPE, Section"
+PAPER_SECTION = "Behind RoPE, Section"
 NEEDS_NO_ROPE = (
     "a claim on models without position embedding; this one rotates queries and keys"
 )
@@ -102,7 +102,7 @@ class Sampled(Study):
         return [start + body for body in bodies]
 
     def _pieces(self, file: str, length: int, lm: LM) -> list[list[int]]:
-        """A text cut into pieces of so many tokens, at least one for each sample."""
+        """A text cut into pieces of ``length`` tokens, at least one for each sample."""
         try:
             text = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -119,12 +119,12 @@ class Sampled(Study):
 
     @property
     def last_token(self) -> int | None:
-        """Number of the last token, where a cell of the written maps stands for several."""
+        """Number of the last token, where a cell of the written maps covers several."""
         return self.tokens if self.tokens > self.cells else None
 
     @property
     def source(self) -> str:
-        """What the rows are, in words."""
+        """The source of the rows, in words."""
         kind = "random tokens"
         if self.text:
             kind = f"tokens, pieces of {Path(self.text).name}"
@@ -166,7 +166,7 @@ class ScoreMap(Sampled):
         }
 
     def figures(self, tables: Tables) -> Drawn:
-        """The first layers raw and normalised, and where there are more, all of them."""
+        """The first layers raw and normalised, and all layers if there are more."""
         samples = f"{self.source}; mean over heads. Colours from the 1 % to the 99 % quantile, no diagonal."
         scores = stack_maps(tables["maps"], "score")
         normalised = stack_maps(tables["maps"], "normalised")
@@ -207,7 +207,7 @@ def _near_keys(first: pd.Series, later: pd.DataFrame) -> Finding:
     """Sections 3.2 and 4.2, from the rows of the first and of the later layers."""
     above = (later["near_ci_low"] > 0).sum()
     below = (later["near_ci_high"] < 0).sum()
-    claim = f"{PAPER}s 3.2 and 4.2: from the second layer on scores favour nearby keys"
+    claim = f"{PAPER_SECTION}s 3.2 and 4.2: from the second layer on scores favour nearby keys"
     statistic = "second layer: mean score of the nearest quarter of keys minus the farthest, key 1 left out"
     note = (
         f"later layers with an interval above 0: {above}, below: {below}, of {len(later)}; "
@@ -226,9 +226,9 @@ def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
     low = later["shift_ci_low"]
     high = later["shift_ci_high"]
     differ = ((low > 0) | (high < 0)).sum()
-    # The layer whose interval comes nearest to 0, as the claim is about all of them.
+    # The layer whose interval comes nearest to 0, as the claim is about all layers.
     least_sure = (later["shift"].abs() / (high - low)).idxmin()
-    claim = f"{PAPER} 5.2: scores depend on more than i - j in all layers but the first"
+    claim = f"{PAPER_SECTION} 5.2: scores depend on more than i - j in all layers but the first"
     statistic = "mean score of earlier minus later pairs of a distance; the later layer least sure to differ"
     note = (
         f"later layers whose interval leaves 0 out: {differ} of {len(later)}; "
@@ -253,10 +253,10 @@ def _differs_from_0(claim: str, statistic: str, layer: pd.Series, note: str) -> 
 
 
 def _normalised_size(later: pd.DataFrame) -> Finding:
-    """Section 5.2: the size of what does not depend on i - j, from the rows of the later layers."""
+    """Section 5.2: the size of the part that does not depend on i - j, from the rows of the later layers."""
     scale = np.sqrt(later["beyond"])
     typical = scale.median()
-    claim = f"{PAPER} 5.2: that part is not negligible, [-1, 1] where scores lie in [-10, 10]"
+    claim = f"{PAPER_SECTION} 5.2: that part is not negligible, [-1, 1] where scores lie in [-10, 10]"
     statistic = "standard deviation of diagonal-normalised over that of raw scores, median of the later layers"
     note = (
         f"from {scale.min():.2f} to {scale.max():.2f}; of what two halves of the samples share; "

@@ -18,7 +18,7 @@ from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.theory.waves import choose_bases, extrema, rope_wave
 
-PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)
+PUBLISHED_BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)
 """The authors' list of bases for tool use."""
 
 
@@ -26,7 +26,7 @@ PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)
 class BucketSearch(Study):
     """Whether the published bases come out of a greedy search on RoPE's waves, after Chen et al. 2023.
 
-    No search of the pipeline: it finds nothing for a model, and what counts as a peak is not written down.
+    Not a search of the pipeline: it finds nothing for a model, and the paper does not define a peak.
 
     Attributes:
         dim: Size of a head.
@@ -35,7 +35,7 @@ class BucketSearch(Study):
         first: The base to start from.
         count: Bases to choose, the first included.
         tolerance: Largest distance in tokens of a peak and a trough that cancel.
-        reach: A peak is the largest score within so many tokens; the waves of the first value are written.
+        reach: A peak is the largest score within ``reach`` tokens; the waves of the first value are written.
     """
 
     needs_model: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class BucketSearch(Study):
                     "troughs": np.mean([len(t) for t in troughs.values()]),
                     "order": order,
                     **choice._asdict(),
-                    "published": choice.base in PUBLISHED,
+                    "published": choice.base in PUBLISHED_BASES,
                 }
                 bases.append(row)
                 is_peak = np.isin(distance, peaks[choice.base])
@@ -123,9 +123,9 @@ class BucketSearch(Study):
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether the published list comes out."""
         counts = tables["bases"].groupby("reach", sort=False)["published"].sum()
-        num_published = len(PUBLISHED)
+        num_published = len(PUBLISHED_BASES)
         by_reach = ", ".join(f"{count} with {reach}" for reach, count in counts.items())
-        published = ", ".join(f"{base:g}" for base in PUBLISHED)
+        published = ", ".join(f"{base:g}" for base in PUBLISHED_BASES)
         finding = Finding.that(
             counts.max() == num_published,
             "Attention Buckets (Chen et al. 2023): peaks that fill troughs give the bases for tool use",

@@ -1,4 +1,4 @@
-"""What a RoPE scale does: slower decay with distance, other waves, more attention to a prompt's middle."""
+"""Effect of a RoPE scale: slower decay with distance, other waves, more attention to a prompt's middle."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Panel(NamedTuple):
     """A panel of the theoretical curves.
 
     Attributes:
-        columns: What the names of its columns begin with.
+        columns: Prefix of the names of its columns.
         title: Its title.
         label: Label of the y axis.
-        distance: Largest distance in tokens, on a linear axis; None is all of them, on a logarithmic one.
+        distance: Largest distance in tokens, on a linear axis; None: all distances, on a logarithmic one.
         legend: Whether there is room for one.
     """
 
@@ -53,7 +53,7 @@ class Panel(NamedTuple):
     legend: bool = True
 
 
-PANELS = (
+CURVE_PANELS = (
     Panel(
         "cosine_scale", "one frequency, scales as on the right", "cosine", 128, False
     ),
@@ -177,9 +177,9 @@ class RopeCurves(Study):
 
 @plot.styled
 def curves_figure(curves: pd.DataFrame) -> Figure:
-    """LPES, Figures 3 and 4; see :data:`PANELS`."""
+    """LPES, Figures 3 and 4; see :data:`CURVE_PANELS`."""
     figure, grid = plot.new_figure(plot.PAGE, 4.4, 2, 2, n="theory")
-    for axes, panel in zip(grid.flat, PANELS, strict=True):
+    for axes, panel in zip(grid.flat, CURVE_PANELS, strict=True):
         rows = curves[: panel.distance]
         lines = [column for column in curves if column.startswith(panel.columns)]
         # Scales are steps of an ordered scale, bases are not.

@@ -1,4 +1,4 @@
-"""Wu et al. 2025, Section 4: what the theorems predict, and what stacks of attention do. Needs no model.
+"""Wu et al. 2025, Section 4: the theorems' predictions, and stacks of attention. Needs no model.
 
 Tables count tokens from 1, as the paper does. A last row holds the weights of the last token on every token
 after some layers: the last row of the rollout.
@@ -227,7 +227,7 @@ def _appendix_h(peaks: pd.DataFrame) -> Finding:
 
 
 def _gaps_finding(gaps: pd.DataFrame) -> Finding:
-    """Whether the rollout predicts the signs of the accuracy gaps that stand out of the test noise."""
+    """Whether the rollout predicts the signs of the accuracy gaps that exceed the test noise."""
     same = np.sign(gaps["predicted"]) == np.sign(gaps["paper"])
     clear = gaps["paper"].abs() > 2 * TEST_SD
     # The gaps of one network are no independent observations: the third is the second less the first.
@@ -318,7 +318,7 @@ def bounds(n: int = 24, draws: int = 20) -> pd.DataFrame:
         draws: Random matrices of scores.
 
     Returns:
-        Rows of bound, query, weights (how many), broken (how many of them), slack and tightest (median and
+        Rows of bound, query, weights (count), broken (count beyond the bound), slack and tightest (median and
         smallest factor between bound and weight).
     """
     rng = np.random.default_rng(0)
@@ -335,7 +335,7 @@ def bounds(n: int = 24, draws: int = 20) -> pd.DataFrame:
         b = rng.uniform(1, 3, (n, n))
         phi = rng.uniform(-delta * theta, delta * theta, (n, n))
         rotated = masks.attention(rope.scores(n, theta, b, phi), causal)
-        # What the lemma says is larger, and what is smaller.
+        # The larger and the smaller side by the lemma.
         pairs = {
             "4.4 lower": (decayed, decay_lower),
             "4.4 upper, printed": (decay_printed, decayed),
@@ -371,7 +371,7 @@ def _rope_last_rows(theta: float, width: float) -> dict[int, Array]:
     """Last rows under RoPE of one angle, queries equal to keys, by number of layers.
 
     Args:
-        theta: Angle in radians per token; there are as many tokens as half a turn has.
+        theta: Angle in radians per token; the number of tokens spans half a turn.
         width: Standard deviation of one layer's attention in tokens.
     """
     n = int(np.pi / theta)

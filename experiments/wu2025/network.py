@@ -52,7 +52,7 @@ class Attention:
         return masks.causal(tokens)
 
     def score_bias(self, tokens: int) -> Tensor:
-        """What the mask adds to the scores, [n, n] float32: the log of the official code's factor."""
+        """Bias that the mask adds to the scores, [n, n] float32: the log of the official code's factor."""
         bias = np.where(self.seen(tokens), 0.0, -np.inf)
         if self.mask == "decay":
             bias = masks.decay(tokens, self.decay)
@@ -155,7 +155,7 @@ class AttentionNetwork(nn.Module):
         Args:
             layer: Layer, from 0.
             x: States of all tokens, [M B, n, D].
-            rows: The last r of them, [M B, r, D].
+            rows: The last r rows of the input, [M B, r, D].
 
         Returns:
             Weights, [M B, r, n].

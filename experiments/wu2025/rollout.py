@@ -25,8 +25,11 @@ from posbench.studies.prompts import need_whole_maps
 from posbench.tasks import Example
 from posbench.tasks.items import spread_examples
 
-METRICS = {"by_head": "heads (Gu et al.)", "by_entry": "attention entries (Wu et al.)"}
-MAX_LINES = 8  # that can be told apart in a panel
+SINK_METRICS = {
+    "by_head": "heads (Gu et al.)",
+    "by_entry": "attention entries (Wu et al.)",
+}
+MAX_LINES = 8  # distinguishable in a panel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,7 @@ class Rollout(Study):
         shares = tables["sinks"].set_index(["metric", "token"])["share"]
         findings = []
         claim = "Under a causal mask the first token is the attention sink (Wu et al. 2025, Figure 10)"
-        for metric, entities in METRICS.items():
+        for metric, entities in SINK_METRICS.items():
             if metric not in changes:
                 continue  # all prompts were too short
             lead = changes[metric]
@@ -136,7 +139,7 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
         changes[kind] = bootstrap.difference(change, clusters)
     long = [index for index, row in enumerate(rows) if "by_head" in row]
     long_clusters = [clusters[index] for index in long]
-    for metric in METRICS:
+    for metric in SINK_METRICS:
         if not long:
             break
         # [prompts, tokens]

@@ -24,9 +24,9 @@ class Mixture:
         bias: Items (from 0) whose class the query may have, uniformly; none: any item.
         width: Dimension D of a token.
         classes: Classes K of the training data.
-        labels: Labels L; that of a class is drawn uniformly, once.
+        labels: Labels L; each class draws its label uniformly, once.
         copies: Items of each of the two classes of a sequence (the burstiness B).
-        noise: Standard deviation of an item around its class mean, as a multiple of that of the means.
+        noise: Standard deviation of an item around its class mean, as a multiple of the means' standard deviation.
         anisotropy: Weight of omega in the vectors of ``fixed``.
     """
 
@@ -64,7 +64,7 @@ class Mixture:
 
 
 class ClassWorld(NamedTuple):
-    """What one training draws once.
+    """Draws made once per training.
 
     Attributes:
         means: Class means, [K, D].

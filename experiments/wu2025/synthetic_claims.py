@@ -1,4 +1,4 @@
-"""What Wu et al. 2025 read off their trained networks, held against ours; thresholds of what to reach."""
+"""Claims of Wu et al. 2025 on their trained networks, compared with ours; thresholds for a re-implementation."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SINK_FIGURES = {"causal": "Figure 10", "window": "Figure 11", "prefix": "Figure 
 
 
 def findings(gaps: pd.DataFrame, sinks: pd.DataFrame) -> list[Finding]:
-    """What Wu et al. 2025 read off their figures, for the conditions that were trained, each at its end.
+    """Claims that Wu et al. 2025 read off their figures, for the trained conditions, each at its end.
 
-    The claims on gaps stand in ``wu2025_claims.csv``. Of several combinations of gaps the smallest counts, for
+    The claims on gaps are in ``wu2025_claims.csv``. Of several combinations of gaps the smallest counts, for
     ``within`` the largest in size.
     """
     ends = tables.mean_over_seeds(tables.last_iterations(gaps))
@@ -169,7 +169,7 @@ class _Sink(NamedTuple):
 
     window: int
     share: float
-    uniform: float  # the same of equal weights
+    uniform: float  # the share under equal weights
     n: int  # test sequences
 
 
@@ -252,7 +252,7 @@ def _beyond_noise(
 
 
 def thresholds(gaps: pd.DataFrame) -> pd.DataFrame:
-    """What a re-implementation must reach, by every seed at its last iteration in a range.
+    """Thresholds for a re-implementation, to be reached by every seed at its last iteration in a range.
 
     Returns:
         Rows of required, iterations, measured, verdict (yes, no, not run).

@@ -15,11 +15,11 @@ from posbench.run.base import Run
 from wu2025 import synthetic_tables as tables
 from wu2025.synthetic_claims import thresholds
 from wu2025.synthetic_training import TrainedNetworks
-from wu2025.training import FACTS, ROWS, read_trainings
+from wu2025.training import FACTS, ROWS_FILE, read_trainings
 
-PUBLISHED = ("gaps", "sinks")
+PUBLISHED_TABLES = ("gaps", "sinks")
 """Tables of an earlier run that are read."""
-FILES = [f"wu2025_fig{number}.csv" for number in (*range(2, 9), *range(13, 19))]
+CELL_FILES = [f"wu2025_fig{number}.csv" for number in (*range(2, 9), *range(13, 19))]
 """The paper's cells in reference/."""
 ENOUGH_SEEDS = f"{tables.MIN_SEEDS} seeds or more"
 MEANINGS = {
@@ -65,7 +65,7 @@ class SyntheticResults(TrainedNetworks):
             kind="path",
             id=self.trainings,
             field="study.trainings",
-            files=(f"*/{ROWS}", f"*/{FACTS}"),
+            files=(f"*/{ROWS_FILE}", f"*/{FACTS}"),
         )
         if not self.published:
             return (measured,)
@@ -73,7 +73,7 @@ class SyntheticResults(TrainedNetworks):
             kind="path",
             id=self.published,
             field="study.published",
-            files=tuple(f"{name}.csv" for name in PUBLISHED),
+            files=tuple(f"{name}.csv" for name in PUBLISHED_TABLES),
         )
         return (measured, published)
 
@@ -82,7 +82,7 @@ class SyntheticResults(TrainedNetworks):
         self.together()
 
     def together(self) -> dict[str, pd.DataFrame]:
-        """The tables of the trainings, ``gaps`` and ``sinks`` with those of the earlier run.
+        """The tables of the trainings, ``gaps`` and ``sinks`` merged with the earlier run's.
 
         Raises:
             UserError: No training is measured, or the earlier run's tables are none of this study.
@@ -95,7 +95,7 @@ class SyntheticResults(TrainedNetworks):
         together = tables.tabulate(measured, [])
         if self.published:
             folder = Path(self.published).expanduser()
-            for name in PUBLISHED:
+            for name in PUBLISHED_TABLES:
                 old = self._published(folder / f"{name}.csv", list(together[name]))
                 together[name] = tables.combine(together[name], old)
         return together
@@ -118,8 +118,8 @@ class SyntheticResults(TrainedNetworks):
         """The tables of :class:`TrainedNetworks` and those below, without the empty ones."""
         together = self.together()
         gaps = together["gaps"]
-        cells = tables.compare_cells(gaps, FILES)
-        printed = pd.concat([tables.read_printed_cells(file) for file in FILES])
+        cells = tables.compare_cells(gaps, CELL_FILES)
+        printed = pd.concat([tables.read_printed_cells(file) for file in CELL_FILES])
         measured = {
             **together,
             "paper_cells": cells,
@@ -204,12 +204,14 @@ def _verdicts(cells: pd.DataFrame, printed: Mapping[str, int]) -> pd.DataFrame:
 def _both_omegas(cells: pd.DataFrame) -> pd.DataFrame:
     """The counted cells of the fixed vocabulary that were measured with both omegas."""
     fixed = cells[cells["counted"] & (cells["vocabulary"] == "fixed")]
-    omegas = fixed.groupby(["figure", *tables.CELL])["omega"].transform("nunique")
+    omegas = fixed.groupby(["figure", *tables.CELL_COLUMNS])["omega"].transform(
+        "nunique"
+    )
     return fixed[omegas == 2]
 
 
 def _omega_counts(cells: pd.DataFrame) -> pd.DataFrame:
-    """How far the fixed vocabulary's cells lie from the paper's with each omega, by position encoding."""
+    """Distance of the fixed vocabulary's cells from the paper's with each omega, by position encoding."""
     both = _both_omegas(cells)
     rows = []
     for pe, label in {**tables.PE_LABELS, "": "all"}.items():
@@ -238,10 +240,12 @@ def _omega_counts(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _omegas(cells: pd.DataFrame) -> pd.DataFrame:
-    """Every counted cell of the fixed vocabulary with both omegas beside the paper."""
+    """Every counted cell of the fixed vocabulary with both omegas next to the paper's."""
     fixed = cells[cells["counted"] & (cells["vocabulary"] == "fixed")]
     rows = []
-    for (figure, *_), group in fixed.groupby(["figure", *tables.CELL], sort=False):
+    for (figure, *_), group in fixed.groupby(
+        ["figure", *tables.CELL_COLUMNS], sort=False
+    ):
         cell = group.iloc[0]
         row: Row = {
             "figure": figure,

@@ -22,10 +22,10 @@ from wu2025.sequences import Mixture, copying_gap
 from wu2025.training import PAIRS, Condition, Measured
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
-"""Columns that tell conditions apart; the paper's cells have all but the scale."""
+"""Columns that distinguish conditions; the paper's cells have all but the scale."""
 GAP_SETTINGS = [*SETTINGS, "omega"]
-"""Columns that tell gaps apart: the condition, and the shared component omega of the test sets."""
-CELL = [*(name for name in SETTINGS if name != "scale"), "pair"]
+"""Columns that distinguish gaps: the condition, and the shared component omega of the test sets."""
+CELL_COLUMNS = [*(name for name in SETTINGS if name != "scale"), "pair"]
 PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
 PAIR_LABELS = [f"{a} - {b}" for a, b in PAIRS]
 HALF_COPYING_GAP = copying_gap(Mixture()) * 0.5
@@ -40,7 +40,7 @@ FEW_SEEDS_VERDICTS = {
     "differs": "this network differs",
     "inconclusive": "cannot tell",
 }
-"""What fewer than `MIN_SEEDS` seeds say of these networks alone."""
+"""Verdicts on these networks alone, with fewer than `MIN_SEEDS` seeds."""
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
 PE_LABELS = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}
@@ -51,7 +51,7 @@ MIN_GAP_LIMIT = 0.15  # of the axis of gaps, whose ends are this or larger
 def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Tables of trainings: ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`compare_cells`.
 
-    ``omega`` is that of the test sets of the ``fixed`` vocabulary: the ``training``'s, or ``fresh``, means over
+    ``omega`` is the omega in the test sets of the ``fixed`` vocabulary: the ``training``'s, or ``fresh``, means over
     ``draws`` whose standard deviation is ``draw_sd``; ``none`` in another vocabulary.
 
     Args:
@@ -60,7 +60,7 @@ def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame
             other settings are the paper's, too.
 
     Raises:
-        UserError: Conditions differ in what no column tells.
+        UserError: Two conditions have the same columns.
     """
     _need_told_apart([condition for condition, _ in measured])
     papers_settings = set[tuple[Any, ...]]()
@@ -161,9 +161,9 @@ def _gap_rows(vocabulary: str, row: Row) -> list[Row]:
 
 
 def combine(*tables: pd.DataFrame) -> pd.DataFrame:
-    """Rows of tables of :func:`tabulate` together, where a training in several tables is taken from one of them.
+    """Rows of tables of :func:`tabulate`, merged; a training in several tables is taken from one table.
 
-    It is the table in which the training is longest, and the first of those; for each omega of the test sets
+    It is the table with the longest training, and the first such table; for each omega of the test sets
     separately, as an older table may lack one of them.
     """
     key = [*_settings_of(tables[0]), "seed"]
@@ -185,8 +185,8 @@ def _settings_of(table: pd.DataFrame) -> list[str]:
 def last_iterations(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of each condition at the iteration where seeds times iterations is largest.
 
-    So a single seed that is ahead of the others does not stand for all; of two such iterations it is the later
-    one. Where an iteration was reached by `MIN_SEEDS` seeds, those that fewer have reached are left out.
+    So a single seed that is ahead of the others does not represent all; of two such iterations it is the later
+    one. Where an iteration was reached by `MIN_SEEDS` seeds, iterations with fewer seeds are left out.
     """
     settings = _settings_of(frame)
     conditions = [frame[name] for name in settings]
@@ -203,7 +203,7 @@ def mean_over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds of each condition, iteration and pair.
 
     The interval is of the test sequences and their omegas, for these networks; ``spread`` is the standard
-    deviation over seeds, ``draw_sd`` that over draws of omega, ``test_sd`` that of one network's gap over its
+    deviation over seeds, ``draw_sd`` over draws of omega, ``test_sd`` of one network's gap over its
     tests, ``novel`` the accuracy on new classes, over the three items.
     """
     half = (gaps["ci_high"] - gaps["ci_low"]) / 2
@@ -236,21 +236,21 @@ def mean_over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def read_printed_cells(file: str) -> pd.DataFrame:
-    """The paper's cells of one figure: figure, `CELL`, paper (the gap)."""
+    """The paper's cells of one figure: figure, `CELL_COLUMNS`, paper (the gap)."""
     with renamed("experiment.reference.file", "study.reference"):
-        table = reference.read_table(file, "figure", *CELL, "gap")
+        table = reference.read_table(file, "figure", *CELL_COLUMNS, "gap")
     table = table.assign(residual=table["residual"] == "True")
-    table = table.rename(columns={"gap": "paper"})[["figure", *CELL, "paper"]]
+    table = table.rename(columns={"gap": "paper"})[["figure", *CELL_COLUMNS, "paper"]]
     return table.astype({"figure": int, "depth": int, "paper": float})
 
 
 def compare_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     """The paper's cells with ours :func:`last_iterations`, of the conditions that were trained.
 
-    A cell of the ``fixed`` vocabulary stands here for each omega of the test sets. ``difference`` is ours minus
+    A cell of the ``fixed`` vocabulary has a row for each omega of the test sets. ``difference`` is ours minus
     the paper's, with the 90 % interval of :func:`_difference_half_width`; the verdict is where it lies, `NEAR`
     being the same number, in the words of `FEW_SEEDS_VERDICTS` where seeds are few, or ``not learned`` where the
-    training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once, with the
+    training loss is above `CHANCE`. A cell trained with both scales is ``counted`` once, with the
     paper's; ``near_zero`` are the paper's gaps with which a gap of 0 would agree.
     """
     columns = [
@@ -279,13 +279,13 @@ def compare_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     if not files:
         return pd.DataFrame(columns=columns)
     printed = pd.concat([read_printed_cells(file) for file in files])
-    cells = printed.merge(mean_over_seeds(last_iterations(gaps)), on=CELL)
+    cells = printed.merge(mean_over_seeds(last_iterations(gaps)), on=CELL_COLUMNS)
     half = np.array([_difference_half_width(row) for row in cells.itertuples()])
     cells["difference"] = cells["gap"] - cells["paper"]
     cells["difference_ci_low"] = cells["difference"] - half
     cells["difference_ci_high"] = cells["difference"] + half
     paper_scale = cells["scale"] == "paper"
-    cell = [cells[name] for name in ("figure", *CELL, "omega")]
+    cell = [cells[name] for name in ("figure", *CELL_COLUMNS, "omega")]
     cells["counted"] = paper_scale | ~paper_scale.groupby(cell).transform("any")
     cells["near_zero"] = cells["paper"].abs() <= NEAR
     cells["verdict"] = [_cell_verdict(row) for row in cells.itertuples()]
@@ -350,13 +350,13 @@ def condition_label(row: Mapping[str, Any], between: str = ", ") -> str:
 
 
 def omega_suffix(row: Mapping[str, Any]) -> str:
-    """What to add to the label of a condition of the ``fixed`` vocabulary."""
+    """Suffix for the label of a condition of the ``fixed`` vocabulary."""
     texts = {"training": ", training's omega", "fresh": ", fresh omegas"}
     return texts.get(row["omega"], "")
 
 
 def scale_suffix(row: Mapping[str, Any]) -> str:
-    """What to add to the label of a condition with the official code's scale."""
+    """Suffix for the label of a condition with the official code's scale."""
     return ", std 1/D" if row["scale"] == "code" else ""
 
 
@@ -383,7 +383,7 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
 
     Args:
         gaps: Table ``gaps`` of :func:`tabulate`.
-        sinks: Table ``sinks`` of it.
+        sinks: Its table ``sinks``.
         cells: The paper's cells with ours.
 
     Returns:
@@ -458,7 +458,7 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     last = last_iterations(gaps)
     key = [*GAP_SETTINGS, "pair"]
     mean = mean_over_seeds(last).merge(cells[[*key, "paper"]], "left", key)
-    # The training's omega stands above the fresh ones.
+    # The training's omega goes above the fresh ones.
     mean = mean.sort_values("omega", ascending=False, kind="stable")
     condition = mean.groupby(GAP_SETTINGS, sort=False).ngroup()
     mean = mean.assign(

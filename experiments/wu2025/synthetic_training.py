@@ -52,7 +52,7 @@ class TrainedNetworks(Study):
         return figures(tables["gaps"], tables["sinks"], tables["paper_cells"])
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """The paper's claims, as far as these conditions can tell."""
+        """The paper's claims, as far as these conditions allow."""
         return findings(tables["gaps"], tables["sinks"])
 
 
@@ -116,7 +116,7 @@ class SyntheticTraining(TrainedNetworks):
         return conditions
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Train what is not trained yet; see :func:`tabulate`."""
+        """Train the missing networks; see :func:`tabulate`."""
         conditions = self.built()
         iterations = self.quick_iterations
         seed_count = 1
@@ -164,7 +164,7 @@ def _train_on_cores(
         advance: Called with numbers of iterations done.
 
     Returns:
-        What was measured, in the order of the jobs.
+        The measurements, in the order of the jobs.
     """
     if min(processes, len(jobs)) == 1:
         threads = torch.get_num_threads()

@@ -35,8 +35,8 @@ REPORT_EVERY = 100  # iterations between two reports of progress, and two looks 
 TEST_SEED_OFFSET = (
     1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
 )
-FRESH_SEED_OFFSET = 2_000_000  # the same of the test sets with fresh omegas
-ROWS = "rows.jsonl"
+FRESH_SEED_OFFSET = 2_000_000  # the generator seed of the test sets with fresh omegas
+ROWS_FILE = "rows.jsonl"
 CHECKPOINT = "checkpoint.pt"
 FACTS = "training.json"
 
@@ -91,7 +91,7 @@ class Condition(data.Mixture, Attention):
 
     @property
     def settings(self) -> Row:
-        """What tells the conditions of the paper apart, as columns of a table."""
+        """The columns of a table that distinguish the conditions of the paper."""
         names = {item: name for name, item in self.places.items()}
         bias = [names.get(item, f"item {item}") for item in sorted(self.bias)]
         spans = {"window": self.window, "prefix": self.prefix}
@@ -111,7 +111,7 @@ class Condition(data.Mixture, Attention):
 
     @property
     def changed(self) -> Row:
-        """The fields that no column tells and that are not the paper's; sizes of test sets are none."""
+        """The fields outside these columns that differ from the paper's; sizes of test sets do not count."""
         in_tables = {*self.settings, "window", "prefix", "sequences"}
         usual = asdict(type(self)())
         return {
@@ -180,7 +180,7 @@ class Ensemble:
         """Train for one iteration, on a new batch for every seed.
 
         Raises:
-            UserError: The loss is no number.
+            UserError: The loss is NaN or infinite.
         """
         size = self.condition.batch
         batches = [
@@ -222,7 +222,7 @@ class Ensemble:
 
     @torch.no_grad()
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from checkpoints of :meth:`state`, one for each seed, all of the same iteration."""
+        """Resume from checkpoints of :meth:`state`, one for each seed, all of the same iteration."""
         self.iteration = states[0]["iteration"]
         step = torch.tensor(float(self.iteration), device=self.device)
         for rng, state in zip(self.data, states, strict=True):
@@ -243,7 +243,7 @@ class Ensemble:
 
     @torch.no_grad()
     def measure(self) -> list[Row]:
-        """Measure what every seed has learned at this iteration.
+        """Measure the learning of every seed at this iteration.
 
         Returns:
             A row for each seed: loss (nats) and accuracy on the training's data; accuracy on new classes by
@@ -305,7 +305,7 @@ class Ensemble:
             network: One network.
             world: Its classes and labels.
             rng: Generator of the test sequences.
-            count: How many sequences.
+            count: Number of sequences.
 
         Returns:
             Scores of each sequence by name, [count], sink metrics [count, n].
@@ -344,7 +344,7 @@ class Ensemble:
         """Accuracies on test sets with fresh omegas, drawn once as the official program draws them.
 
         Its first set, first-middle, has an omega of its own; its other five share one. All draws together have
-        as many sequences as the sets with the training's omega.
+        the same number of sequences as the sets with the training's omega.
 
         Args:
             network: One network.
@@ -392,7 +392,7 @@ class Ensemble:
         runs = {
             seed: training_folder(root, self.condition, seed) for seed in self.seeds
         }
-        # A row that was damaged is made again where the training stands at it.
+        # A damaged row is made again if the training is at its iteration.
         if self.iteration in stops:
             self._write_missing_rows(runs, hardware)
         for iteration in range(self.iteration + 1, iterations + 1):
@@ -414,13 +414,13 @@ class Ensemble:
         missing = {
             seed
             for seed, run in runs.items()
-            if self.iteration not in [row["iteration"] for row in run.rows(ROWS)]
+            if self.iteration not in [row["iteration"] for row in run.rows(ROWS_FILE)]
         }
         if not missing:
             return
         for row in self.measure():
             if row["seed"] in missing:
-                runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
+                runs[row["seed"]].append(ROWS_FILE, [{**row, "hardware": hardware}])
 
     def _write_checkpoints(self, runs: Mapping[int, RunDir]) -> None:
         for index, run in enumerate(runs.values()):
@@ -460,13 +460,13 @@ def train(
     On a CPU the seeds run one after another; on a GPU those at the same iteration run as one.
 
     Args:
-        condition: What to train.
+        condition: The condition to train.
         seeds: Seeds of the trainings.
         iterations: Iterations in all, those before the checkpoint included.
         root: Folder of all trainings.
         hardware: Name of this machine, for the rows.
         device: Torch device.
-        advance: Called with numbers of iterations done, and ``before=True`` for those of a checkpoint.
+        advance: Called with numbers of finished iterations; ``before=True`` for iterations from a checkpoint.
 
     Returns:
         The rows measured up to that iteration.
@@ -495,7 +495,7 @@ def train(
             ensemble.train(iterations, root, hardware, advance)
     for seed in seeds:
         run = training_folder(root, condition, seed)
-        rows = [row for row in run.rows(ROWS) if row["iteration"] <= iterations]
+        rows = [row for row in run.rows(ROWS_FILE) if row["iteration"] <= iterations]
         if not rows:
             allowed = f"1000 or more: {run.path} was trained further and has no earlier measurement"
             hint = "set study.iterations to 1000 or more, or choose another folder"
@@ -505,12 +505,12 @@ def train(
 
 
 def read_trainings(root: Path) -> Measured:
-    """What was measured in all trainings under a root, oldest first within each."""
+    """The measurements of all trainings under a root, oldest first within each."""
     measured: Measured = []
     for file in sorted(root.glob(f"*/{FACTS}")):
         run = RunDir(file.parent)
         condition = build(Condition, run.read_json(FACTS)["condition"], str(file))
-        measured += [(condition, row) for row in run.rows(ROWS)]
+        measured += [(condition, row) for row in run.rows(ROWS_FILE)]
     return measured
 
 
@@ -519,7 +519,7 @@ def _open(
 ) -> dict[str, Any] | None:
     """Make or repair a training's folder and read its checkpoint; None at the start."""
     run.path.mkdir(exist_ok=True)
-    run.repair(ROWS)
+    run.repair(ROWS_FILE)
     if not (run.path / FACTS).is_file():
         run.write_json(FACTS, {"condition": asdict(condition), "seed": seed})
     file = run.path / CHECKPOINT

@@ -1,4 +1,4 @@
-"""What every part of scale_channel and of its search is worth (Yu et al. 2025, Appendix E, Table 6)."""
+"""The contribution of each part of scale_channel and of its search (Yu et al. 2025, Appendix E, Table 6)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from posbench.studies.prompts import contrast_columns, unless_missing
 Pools = Mapping[str, Sequence[int]]
 """Channels that go to validation, smoothest first, by ablation."""
 Settings = Mapping[str, ScaleChannel]
-"""What is scaled, by ablation or setting."""
+"""The method of each ablation or setting, by name."""
 
-LOSSES = "ablation_losses.jsonl"
-ROWS = "ablation_predictions.jsonl"
+LOSSES_FILE = "ablation_losses.jsonl"
+SCORES_FILE = "ablation_predictions.jsonl"
 FULL = "full method"
 CONTROL = "control: random channel"
 TWO = "top-2 channels"
@@ -66,7 +66,7 @@ class Ablations(Study):
     Attributes:
         search: The channel search that is ablated.
         smoothness: Without the filter by smoothness, whether all monotone channels are validated or K random
-            ones of them.
+            ones.
         control: Whether a random channel is scaled, too, with the full method's factor and layers.
         seed: Seed of both draws.
     """
@@ -91,7 +91,7 @@ class Ablations(Study):
         search.check(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``ablations``, ``positions`` (by gold position), ``candidates`` (what validation saw)."""
+        """Tables ``ablations``, ``positions`` (by gold position), ``candidates`` (scores in validation)."""
         search = channel_search(self.search)
         averages = search.averages(run)
         monotone = search.statistics(averages)
@@ -104,10 +104,10 @@ class Ablations(Study):
             for channel in channels
             for candidate in search.list_candidates(monotone, ranges, channel)
         ]
-        losses = search.losses(run, LOSSES, candidates)  # [1 + C, prompts]
+        losses = search.losses(run, LOSSES_FILE, candidates)  # [1 + C, prompts]
         mean_losses = dict(zip(candidates, losses[1:].mean(1).tolist(), strict=True))
         settings = self.settings(run.lm, pools, mean_losses)
-        ablations, scores = evaluate_settings(run, ROWS, settings, FULL)
+        ablations, scores = evaluate_settings(run, SCORES_FILE, settings, FULL)
         printed = {
             row["method"]: row["value"]
             for row in run.reference
@@ -165,7 +165,7 @@ class Ablations(Study):
     def settings(
         self, lm: LM, pools: Pools, losses: Mapping[ScaleChannel, float]
     ) -> Settings:
-        """What each ablation scales.
+        """The method of each ablation.
 
         Args:
             lm: The model.
@@ -174,7 +174,7 @@ class Ablations(Study):
         """
         settings = {}
         for name, pool in pools.items():
-            # Of candidates with equal losses, that of the smoother channel.
+            # Among candidates with equal losses, the smoother channel's comes first.
             candidates = [
                 candidate
                 for channel in pool
@@ -272,11 +272,11 @@ def evaluate_settings(
     Args:
         run: The run.
         file: Name of the file of predictions in the run's folder.
-        settings: What is scaled, by setting.
+        settings: The method, by setting.
         base: The setting that the others are compared with.
 
     Returns:
-        Rows of setting, what it scales and its :func:`posbench.studies.prompts.contrast_columns`, the unmodified
+        Rows of setting, its channel and layers, and :func:`posbench.studies.prompts.contrast_columns`, the unmodified
         model first; and the scores of :func:`posbench.run.replies.compare_scores` with the first name of each setting.
     """
     columns_by_name = {UNMODIFIED: _setting_columns(None)}
@@ -301,7 +301,7 @@ def evaluate_settings(
 
 
 def _setting_columns(method: ScaleChannel | None) -> dict[str, Any]:
-    """A table's columns of what is scaled; empty for the unmodified model (None)."""
+    """A table's columns of channel and layers; empty for the unmodified model (None)."""
     if method is None:
         return {"channels": "", "factor": np.nan, "layers": "", "last": ""}
     first, last = method.layers
@@ -314,7 +314,7 @@ def _setting_columns(method: ScaleChannel | None) -> dict[str, Any]:
 
 
 def _setting_text(row: pd.Series) -> list[str]:
-    """What the setting of a table's row scales, for comparison with another row."""
+    """The channel and layers in a table's row, for comparison with another row."""
     return [str(row[column]) for column in _setting_columns(None)]
 
 

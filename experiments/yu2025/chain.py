@@ -74,7 +74,7 @@ class Chain(Study):
                 link.check(_without_method(run))
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``bias`` (attention and score by method and gold position), and those of every link."""
+        """Table ``bias`` (attention and score by method and gold position), and every link's tables."""
         tables = {"bias": self._bias(run)}
         for name, link in self._links().items():
             # Rows of the links must not meet: each has a folder of its own, and resumes there.
@@ -208,7 +208,9 @@ def _channel_panel(axes: Axes, curves: pd.DataFrame) -> None:
     axes.axvspan(
         first["start"], first["end"], color=plot.SHADE, linewidth=0, label="span"
     )
-    for index, (variant, label) in enumerate(hidden_perturbation.LABELS.items()):
+    for index, (variant, label) in enumerate(
+        hidden_perturbation.VARIANT_LABELS.items()
+    ):
         line = rows[rows["variant"] == variant].groupby("token")["value"].mean()
         if line.empty:
             continue

@@ -42,11 +42,11 @@ class ChannelSubtraction(Study):
     the channel rises over the items, added where it falls: the item always moves towards the beginning.
 
     By default ``value`` is the channel's whole range over the items, which takes any item at least to where
-    the first one stands; the paper's 0.3 belongs to one channel of one model.
+    the first one is; the paper's 0.3 belongs to one channel of one model.
 
     Attributes:
-        channel: The positional channel; None is that of the model's scale_channel block.
-        value: How much is subtracted, in units of ``unit``.
+        channel: The positional channel; None: the one in the model's scale_channel block.
+        value: Amount to subtract, in units of ``unit``.
         unit: ``range`` of the unmodified item means by layer, or ``absolute`` (paper).
         gold: Depth of the gold item: the nearest gold position of the task (paper: 25 / 49).
         other: Depth of the item without the answer (paper: 35 / 49).
@@ -179,7 +179,7 @@ class ChannelSubtraction(Study):
             role: Role of the changed item, see :data:`ROLES`.
             tested: The channel that is read.
             changed: The channel that is changed.
-            amounts: What is subtracted from it, by layer.
+            amounts: Amounts to subtract from it, by layer.
 
         Returns:
             By id: score, and by layer attention to every item and mean of the tested channel over it.
@@ -222,7 +222,7 @@ class ChannelSubtraction(Study):
         return prompts.under(variant, block, keep)
 
     def _amount(self, curve: Array) -> float:
-        """What is subtracted in a layer, by the items' unmodified means [N]: positive where they rise."""
+        """The amount to subtract in a layer, by the items' unmodified means [N]: positive where they rise."""
         slope = float(np.polyfit(np.arange(len(curve)), curve, 1)[0])
         amount = float(np.sign(slope)) * self.value
         if self.unit == "range":
@@ -274,7 +274,7 @@ def _frame(prompts: Prompts, measured: RowsByVariant, layers: slice) -> pd.DataF
 
 
 def _items(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of variant, item, measure, value with its interval, n; the score stands with item -1."""
+    """Rows of variant, item, measure, value with its interval, n; the score is at item -1."""
     keys = []
     estimates = []
     for (variant, item), rows in frame.groupby(["variant", "item"], sort=False):

@@ -1,4 +1,4 @@
-"""Does what the mask wrote into the hidden states steer attention? The gold item is cropped, or moved."""
+"""Does the mask's effect on the hidden states steer attention? The gold item is cropped, or moved."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ CROSSED_CHANGES = {
         "PE of another to end (control)", moved_to="end", of_another=True
     ),
 }
-"""Those that :attr:`CropMask.crossed` adds."""
-LABELS = {UNMODIFIED: "unmodified"}
-LABELS |= {name: change.label for name, change in CHANGES.items()}
+"""Changes that :attr:`CropMask.crossed` adds."""
+CHANGE_LABELS = {UNMODIFIED: "unmodified"}
+CHANGE_LABELS |= {name: change.label for name, change in CHANGES.items()}
 NO_LATE = "no gold position lies in the last third of the items"
 EMPTY_SPAN = [(0, 0)]
 
@@ -160,7 +160,7 @@ class CropMask(Study):
         }
 
     def _changes(self) -> dict[str, ItemChange]:
-        """What is changed, by the name of the variant."""
+        """The change of each variant, by name."""
         return CHANGES | CROSSED_CHANGES if self.crossed else CHANGES
 
     def _layer_ranges(self, lm: LM, attention: Array) -> tuple[LayerRange, LayerRange]:
@@ -366,7 +366,7 @@ def _crossed_effects(
     Args:
         frame: Scores and attention by variant and prompt.
         positions: Gold positions in their order.
-        inner: Those between the first and the last one.
+        inner: The positions between the first and the last one.
         resamples: Draws of the bootstrap.
     """
     contrasts = {
@@ -397,7 +397,9 @@ def _crossed_effects(
 
 def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
     """Attention to the gold item over its position, a line for each variant."""
-    plot.bands(axes, table[table["measure"] == "attention"], "variant", LABELS, scale=1)
+    plot.bands(
+        axes, table[table["measure"] == "attention"], "variant", CHANGE_LABELS, scale=1
+    )
     first = int(table["retrieval_first"].iloc[0])
     last = int(table["retrieval_last"].iloc[0])
     plot.attention_axes(axes, plot.layer_title(range(first, last + 1)))
@@ -409,7 +411,7 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     counts = [*table["n"], *layers["n"]]
     figure, (left, middle, right) = plot.new_figure(plot.PAGE, 2.7, 1, 3, n=counts)
     metric = next(m for m in table["measure"].unique() if m != "attention")
-    plot.bands(left, table[table["measure"] == metric], "variant", LABELS)
+    plot.bands(left, table[table["measure"] == metric], "variant", CHANGE_LABELS)
     plot.percent_axes(left, f"{metric.replace('_', ' ')} (%)")
     attention_panel(middle, table)
     first, last = layers[["crop_first", "crop_last"]].iloc[0]
@@ -422,7 +424,9 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     )
     right.axhline(0, color=plot.GUIDE, linewidth=0.6)
     changed = layers[layers["variant"] != UNMODIFIED]
-    plot.bands(right, changed, "variant", LABELS, x="layer", name="change", scale=1)
+    plot.bands(
+        right, changed, "variant", CHANGE_LABELS, x="layer", name="change", scale=1
+    )
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
     right.locator_params("x", integer=True)
     right.ticklabel_format(axis="y", scilimits=(-3, 3))
@@ -432,9 +436,9 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
 
 @plot.styled
 def crossed_figure(effects: pd.DataFrame) -> Figure:
-    """Change of attention and score under each variant; lines where the unmodified model's ends stand."""
+    """Change of attention and score under each variant; lines at the unmodified model's ends."""
     rows = effects.set_index("effect")
-    labels = LABELS | {name: c.label for name, c in CROSSED_CHANGES.items()}
+    labels = CHANGE_LABELS | {name: c.label for name, c in CROSSED_CHANGES.items()}
     figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, n=effects["n"], sharey=True)
     variants = [variant for variant in labels if variant != UNMODIFIED]
     variants.sort(key=lambda variant: variant.endswith("other"))  # controls last

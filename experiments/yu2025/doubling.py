@@ -27,7 +27,7 @@ from posbench.studies.prompts import Prompts, gold_index
 from posbench.tasks import Example
 from posbench.tasks.items import index_at_share, sort_by_gold_position
 
-LABELS = {
+MODE_LABELS = {
     UNMODIFIED: "unmodified",
     "item": "one place, whatever it holds",
     "gold": "the gold item",
@@ -76,7 +76,7 @@ class Doubling(Study):
     def workload(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.workload`."""
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
-        return [InspectionPasses(examples, times=0, replies=len(LABELS))]
+        return [InspectionPasses(examples, times=0, replies=len(MODE_LABELS))]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.
@@ -86,7 +86,7 @@ class Doubling(Study):
         prompts = Prompts.of(run, self.examples)
         examples = []
         means = []
-        for mode, label in LABELS.items():
+        for mode, label in MODE_LABELS.items():
             rows = prompts.complete(
                 "doubling.jsonl",
                 f"changed: {label.split(',')[0]}",
@@ -173,7 +173,7 @@ class Doubling(Study):
         return {"doubling": (doubling_figure(table, item), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Whether accuracy rises with the weight of the gold item, and does not with that of another one."""
+        """Whether accuracy rises with the weight of the gold item, and not with another item's."""
         examples = tables["examples"]
         item = self._changed_item(int(examples["items"].iloc[0]))
         scores = examples.pivot(
@@ -219,10 +219,10 @@ def _finding(
 
     Args:
         scores: Score by mode of each prompt, with its cluster.
-        mode: The mode whose score should be higher; that of ``other``, a control, should hardly rise.
+        mode: The mode whose score should be higher; for ``other``, a control, it should hardly rise.
         base: The mode that it is compared with.
         claim: The claim.
-        statistic: What the difference is, with its unit.
+        statistic: The difference in words, with its unit.
     """
     if scores.empty:
         note = "no gold position stands there: see study.item and task.positions"
@@ -242,7 +242,7 @@ def _finding(
 def doubling_figure(table: pd.DataFrame, item: int) -> Figure:
     """Attention to the gold item and score over its position by change; dotted: the changed place."""
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"])
-    draw_over_positions(left, right, table, "mode", LABELS)
+    draw_over_positions(left, right, table, "mode", MODE_LABELS)
     depth = 100 * item / max(int(table["items"].iloc[0]) - 1, 1)
     guide = {"color": plot.GUIDE, "linestyle": ":", "linewidth": 1, "zorder": 0}
     for axes in (left, right):

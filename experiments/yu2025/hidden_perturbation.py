@@ -1,4 +1,4 @@
-"""What writes the position into a channel? Masks are cropped, or position ids shifted, in random text."""
+"""Does the mask or do the position ids write the position into a channel? Each is perturbed in random text."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import LayerRange
 
-LABELS = {
+VARIANT_LABELS = {
     UNMODIFIED: "unmodified",
     "crop": "crop mask",
     "shift": "position ids shifted",
 }
 REGIONS = ("inside", "behind")
 POSITIONAL = 0
-"""Where the positional channel stands among the channels that are read; the random ones follow."""
+"""Index of the positional channel among the channels that are read; the random ones follow."""
 """Where the channel is averaged: over the changed span, and over the text behind it."""
 Changes = Mapping[str, Array]
 
@@ -53,10 +53,10 @@ class HiddenPerturbation(Study):
     Source: Yu et al. 2025, Appendix D.4, Figure 11. Random channels as a control are ours.
 
     Attributes:
-        channel: The positional channel; None is that of the model's scale_channel block.
+        channel: The positional channel; None: the one in the model's scale_channel block.
         texts: Random texts.
         length: Tokens of each text (1000 as the paper).
-        alphabet: What the texts are made of, see :class:`posbench.measure.states.Strings`.
+        alphabet: Alphabet of the texts, see :class:`posbench.measure.states.Strings`.
         span: Start and end of the changed span, as shares of the text (as the paper).
         layers: First and last cropped layer; None is all (the paper does not say).
         keep_first: Whether the span still sees the first token (D.4: no; D.3: yes).
@@ -119,7 +119,9 @@ class HiddenPerturbation(Study):
 
     def workload(self, run: Run) -> list[StudyWorkload]:
         """See :meth:`Study.workload`."""
-        return [StudyWorkload(texts=self.texts * len(LABELS), length=self.length)]
+        return [
+            StudyWorkload(texts=self.texts * len(VARIANT_LABELS), length=self.length)
+        ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
@@ -128,7 +130,7 @@ class HiddenPerturbation(Study):
         strings = Strings(
             count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed
         )
-        variants = [v for v in LABELS if v != "shift" or can_move(lm)]
+        variants = [v for v in VARIANT_LABELS if v != "shift" or can_move(lm)]
         bins = np.array_split(np.arange(self.length), self.bins)
         start, stop = self._span_tokens
 
@@ -354,7 +356,7 @@ def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
             linewidth=0,
             label="changed span",
         )
-        for index, (variant, label) in enumerate(LABELS.items()):
+        for index, (variant, label) in enumerate(VARIANT_LABELS.items()):
             line = layer_rows[layer_rows["variant"] == variant]
             if line.empty:
                 continue
@@ -377,9 +379,11 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     inside = table[table["where"] == "inside"]
     figure, axes = plot.new_figure(plot.COLUMN, 2.7, n=table["n"])
     axes.axhline(0, color=plot.GUIDE, linewidth=0.6)
-    variants = [variant for variant in LABELS if variant in set(inside["variant"])]
+    variants = [
+        variant for variant in VARIANT_LABELS if variant in set(inside["variant"])
+    ]
     for index, variant in enumerate(variants):
-        label = LABELS[variant]
+        label = VARIANT_LABELS[variant]
         rows = inside[inside["variant"] == variant]
         positional = rows[~rows["control"]]
         style = plot.line_style(index)

@@ -38,12 +38,12 @@ from yu2025.ablations import (
     random_channel,
 )
 
-LOSSES = "range_losses.jsonl"
-ATTENTION = "range_attention.jsonl"
-ROWS = "range_predictions.jsonl"
+LOSSES_FILE = "range_losses.jsonl"
+ATTENTION_FILE = "range_attention.jsonl"
+SCORES_FILE = "range_predictions.jsonl"
 CHOSEN = "channel of the method"
 BEST = "best range"
-PUBLISHED = "published range"
+PUBLISHED_RANGE = "published range"
 EVERY = "all layers"
 SOURCE = "Yu et al. 2025, Section 3.3"
 OUTSIDE = "inside minus outside the {} range"
@@ -77,7 +77,7 @@ class LayerSelection(Study):
         check_prompts(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``ranges``, ``edges`` (what the first and last layers do), ``layers`` and ``evaluation``."""
+        """Tables ``ranges``, ``edges`` (effect of the first and last layers), ``layers`` and ``evaluation``."""
         method = _scale_channel(run)
         search = channel_search(self.search)
         search_grid = replace(search, layers="auto", layer_step=self.step)
@@ -92,7 +92,7 @@ class LayerSelection(Study):
             for kind, scaled in methods.items()
         }
         every_candidate = [c for of_kind in candidates.values() for c in of_kind]
-        losses = search.losses(run, LOSSES, every_candidate)  # [1 + C, prompts]
+        losses = search.losses(run, LOSSES_FILE, every_candidate)  # [1 + C, prompts]
         unmodified = losses[0]
         changes = dict(zip(every_candidate, losses[1:] - unmodified, strict=True))
 
@@ -115,12 +115,12 @@ class LayerSelection(Study):
             best[kind] = min(of_kind, key=lambda c: changes[c].mean())
         settings = {
             BEST: best[CHOSEN],
-            PUBLISHED: method,
+            PUBLISHED_RANGE: method,
             EVERY: replace(method, layers=(0, run.lm.layers - 1)),
         }
         if self.control:
             settings[CONTROL] = best[CONTROL]
-        evaluation, _ = evaluate_settings(run, ROWS, settings, PUBLISHED)
+        evaluation, _ = evaluate_settings(run, SCORES_FILE, settings, PUBLISHED_RANGE)
         changes_by_range = {c.layers: changes[c] for c in candidates[CHOSEN]}
         compared_ranges = {
             "best": best[CHOSEN].layer_indices,
@@ -143,7 +143,7 @@ class LayerSelection(Study):
         settings = tables["evaluation"].set_index("setting")
         layers = tables["layers"].set_index("layer")
         gain = estimate(settings.loc[BEST], "difference", 100)
-        ranges = settings.loc[[BEST, PUBLISHED], "layers"]
+        ranges = settings.loc[[BEST, PUBLISHED_RANGE], "layers"]
         claim = "Searching the layers improves on the published range"
         statistic = "best minus published range, points of the score"
         note = f"layers {' against '.join(ranges)}"
@@ -198,7 +198,7 @@ def _scale_channel(run: Run) -> ScaleChannel:
 def edges(
     changes: Mapping[LayerRange, Array], layers: int, clusters: list[str]
 ) -> pd.DataFrame:
-    """What the first and last layers add to the loss: ranges that hold them against those a step inside.
+    """Effect of the first and last layers on the loss: ranges that hold them against ranges a step inside.
 
     Args:
         changes: Loss of each range minus the unmodified model's, by prompt, [n].
@@ -235,11 +235,11 @@ def edges(
 def layer_table(
     run: Run, changes: Mapping[LayerRange, Array], ranges: Mapping[str, range]
 ) -> pd.DataFrame:
-    """Score how much each layer retrieves and how much scaling it helps, and compare ranges of layers.
+    """Score each layer's retrieval and its benefit from scaling, and compare ranges of layers.
 
     The retrieval score is the share of prompts (``runtime.intervene_examples`` of each gold position) in
-    which the unmodified model gives the gold item the most attention of all items, minus that of a guess; the
-    benefit is the mean loss of the ranges without a layer minus that of those with it.
+    which the unmodified model gives the gold item the most attention of all items, minus the share of a guess; the
+    benefit is the mean loss of the ranges without a layer minus the mean with it.
 
     Args:
         run: The run.
@@ -256,7 +256,7 @@ def layer_table(
         largest = prompts.attention(batch, prefix).argmax(-1)
         return [{"most": layers} for layers in largest.tolist()]
 
-    largest = prompts.as_read(ATTENTION, "attention", {}, compute)
+    largest = prompts.as_read(ATTENTION_FILE, "attention", {}, compute)
     frame = prompts.frame()
     clusters = list(frame["cluster"])
     hits = (
@@ -295,7 +295,7 @@ def layer_table(
 
 
 def _benefit(changes: Mapping[LayerRange, Array], layer: int) -> float:
-    """Mean loss of the ranges without a layer minus that of those with it; not a number without either."""
+    """Mean loss of the ranges without a layer minus the mean with it; NaN if either group is empty."""
     losses_with: list[float] = []
     losses_without: list[float] = []
     for (first, last), change in changes.items():

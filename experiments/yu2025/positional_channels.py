@@ -1,4 +1,4 @@
-"""Channels of the hidden states that rise or fall along the prompt, and what position explains of them."""
+"""Channels of the hidden states that rise or fall along the prompt, and the share that position explains."""
 
 from __future__ import annotations
 
@@ -40,15 +40,20 @@ from posbench.stats.findings import (
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 
-PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
+PAPER_CHANNELS = {
+    "mistral7b": 213,
+    "llama2_7b": 2393,
+    "mpt_30b": 1942,
+    "tinyllama_nope": 1156,
+}
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
 
-# What stands in the column ``positions``, and with the reasons in ``kind``.
+# Values of the column ``positions``; with the reasons, of ``kind``.
 REAL = "as they are"
 SHUFFLED = "shuffled positions"
 # Why a channel is measured.
 STRONGEST = "strongest trend"
-MODELS = "the model's"
+OF_MODEL = "the model's"
 GIVEN = "given"
 RANDOM = "random"
 
@@ -68,14 +73,14 @@ class PositionalChannels(Study):
     Source: Yu et al. 2025, Definition 2.1, Section 2.3, Appendix C.1, Figures 4 and 14.
 
     Attributes:
-        channels: Channels to measure; None is the paper's for this model, that of the model's YAML, and
+        channels: Channels to measure; None: the paper's for this model, the one in the model's YAML, and
             ``top`` more.
         top: Channels with the strongest trend, which is the largest :func:`mean_correlation`.
         controls: Random channels.
         site: Hidden states to read.
         strings: Random strings, once to choose and once to measure (2000 as the paper).
         length: Tokens of each string, see :class:`posbench.measure.states.Strings`.
-        alphabet: What the strings are made of.
+        alphabet: Alphabet of the strings.
         window: Tokens in the sliding mean of the filter.
         skip: First tokens that are left out (30 as the paper).
         batch_size: Strings in a forward.
@@ -162,7 +167,7 @@ class PositionalChannels(Study):
 
         Args:
             run: The run.
-            curves: Averaged states [L, P, D] of other strings than those that are measured.
+            curves: Averaged states [L, P, D] of other strings than the measured ones.
 
         Returns:
             Why each channel is measured, by channel.
@@ -174,8 +179,8 @@ class PositionalChannels(Study):
             block = run.model.blocks.get("scale_channel", {})
             candidates = [
                 *((int(channel), STRONGEST) for channel in strongest),
-                (PAPER.get(run.model.name), "the paper's"),
-                (block.get("channel"), MODELS),
+                (PAPER_CHANNELS.get(run.model.name), "the paper's"),
+                (block.get("channel"), OF_MODEL),
             ]
             for channel, reason in candidates:
                 if channel is None:
@@ -213,7 +218,7 @@ class PositionalChannels(Study):
         return pd.concat(parts, ignore_index=True)
 
     def _sliding_mean(self, curve: Array) -> Array:
-        """Centred sliding mean of curves [L, P]; not a number where the window leaves the tokens behind ``skip``."""
+        """Centred sliding mean of curves [L, P]; NaN where the window leaves the tokens after ``skip``."""
         means = statistics.sliding_mean(curve[:, self.skip :, None], self.window)
         means = means[:, :, 0]
         smooth = np.full(curve.shape, np.nan)
@@ -222,7 +227,7 @@ class PositionalChannels(Study):
         return smooth
 
     def _statistics(self, states: Moments, reasons: Mapping[int, str]) -> pd.DataFrame:
-        """What position does to each chosen channel, layer by layer."""
+        """Effect of position on each chosen channel, layer by layer."""
         channels = list(reasons)
         mean = states.mean[:, self.skip :, channels]
         shuffled = states.shuffled[:, self.skip :, channels]
@@ -249,7 +254,7 @@ class PositionalChannels(Study):
     def _summary_and_null(
         self, states: Moments, reasons: Mapping[int, str]
     ) -> dict[str, pd.DataFrame]:
-        """Means over layers with intervals, and what filter and correlation make of shuffled positions."""
+        """Means over layers with intervals, and filter and correlation under shuffled positions."""
         correlations = {}
         filters = {}
         for positions, curves in ((REAL, states.mean), (SHUFFLED, states.shuffled)):
@@ -312,7 +317,7 @@ class PositionalChannels(Study):
         noise = null.loc[SHUFFLED, "largest"]
         median = null.loc[REAL, "median"]
         findings = []
-        # The paper's claim is that one exists: the other strong ones stand in the table.
+        # The paper claims that one exists: the other strong ones are in the table.
         for subject, row in _claimed_channels(summary[~is_random]).items():
             rows = layers[layers["channel"] == row["channel"]]
             name = f"channel {row['channel']}"
@@ -343,7 +348,7 @@ class PositionalChannels(Study):
         return findings
 
     def _start_finding(self, layers: pd.DataFrame) -> Finding:
-        """Correlation of the strongest channel right after the first attention, against that of noise."""
+        """Correlation of the strongest channel right after the first attention, against noise."""
         channel = layers["channel"].iloc[0]
         rows = layers[layers["channel"] == channel].set_index("layer")
         rho = rows["spearman"].abs()
@@ -373,13 +378,13 @@ class PositionalChannels(Study):
 
 
 def _claimed_channels(summary: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """The rows of the channels of which the claim is asked, each by what it is; the strongest one comes first."""
+    """The rows of the channels in the claim, by their kind; the strongest one comes first."""
     rows: dict[str, dict[str, Any]] = {}
     for row in summary.to_dict("records"):
         if STRONGEST in row["kind"]:
             # A second strong channel, or the search's where it is the strongest, is no further subject.
             rows.setdefault(STRONGEST_SUBJECT, row)
-        elif MODELS in row["kind"]:
+        elif OF_MODEL in row["kind"]:
             rows[SEARCH_SUBJECT] = row
         else:
             rows[f"channel {row['channel']}"] = row

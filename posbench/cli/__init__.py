@@ -1,1 +1,1 @@
-"""The command line: bare ``key=value`` arguments run; a few verbs look at what is there."""
+"""The command line: bare ``key=value`` arguments run; a few verbs inspect files and runs."""

@@ -1,4 +1,4 @@
-"""``posbench check-data``: what a data file holds, before any model is loaded."""
+"""``posbench check-data``: the content of a data file, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posbench.tasks.own_data import OwnData
 EDGE_CHARACTERS = 1500
 """Shown at both ends of a long prompt."""
 UNQUOTED_PATH = re.compile(r"[\w ./:@+-]+", re.ASCII)
-"""A path that Hydra reads as it stands."""
+"""A path that Hydra reads without quotes."""
 
 Facts = list[tuple[str, str]]
 """Lines to print: name and text."""
@@ -55,7 +55,7 @@ def check_data(args: list[str]) -> int:
     if not _sets(overrides, "task="):
         asked_overrides.insert(0, "task=own_data")
     has_model = _sets(overrides, "model")
-    # Without a model the prompts are those of no model's own template.
+    # Without a model the prompts have no model's own template.
     model = [] if has_model else ["model=hf"]
     raw_task = compose_one(*asked_overrides, *model).raw["task"]
     task = instantiate(raw_task, Task, "task")  # type: ignore[type-abstract]
@@ -95,7 +95,7 @@ def _sets(overrides: Sequence[str], key: str) -> bool:
 
 
 def _file_facts(task: OwnData) -> Facts:
-    """What a file of the user's own is."""
+    """Facts about a file of the user's own."""
     file = task.own
     items = file.kind.holds
     facts = [("kind", f"{file.kind.kind}, by the field {items}")]
@@ -117,7 +117,7 @@ def _file_facts(task: OwnData) -> Facts:
 
 
 def _items_to_set(task: OwnData) -> int | None:
-    """Items a prompt can take from every line; None if set, or if all lines have as many."""
+    """Items that a prompt can take from every line; None if set, or if all lines have the same number."""
     if not task.own.moves or task.items_per_prompt:
         return None
     sizes = task.own.sizes

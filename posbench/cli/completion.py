@@ -1,7 +1,7 @@
-"""``posbench completion``: what the Tab key offers in bash, zsh and fish.
+"""``posbench completion``: completion with the Tab key in bash, zsh and fish.
 
-shtab writes down what a parser lists once; experiments, choices in one's own folder and keys of the choice typed so
-far are looked up at each Tab.
+shtab writes a parser's options down once; experiments, choices in one's own folder and keys of the typed choice
+are looked up at each Tab.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def completion(args: list[str]) -> int:
 
 
 def words(line: str) -> list[str]:
-    """What the last word of a command line, typed so far, can become."""
+    """Completions of the last word of a command line."""
     *typed, word = line.split(" ")[1:] or [""]
     verb = main.verb_of(typed)
     config_dir = dict(itertools.pairwise(typed)).get("--config-dir")
@@ -143,7 +143,7 @@ def _flags(verb: str) -> list[str]:
 
 
 def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """The keys of a group, for the choice that is typed, or else that of the default config.
+    """The keys of a group, for the typed choice, or else the default config's.
 
     Args:
         group: The group.

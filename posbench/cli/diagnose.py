@@ -51,7 +51,7 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
 
 
 def _as_override(arg: str) -> str:
-    """An argument as typed, or the key that an address or a model without one stands for."""
+    """An argument as typed, or with the key that a bare address or model name lacks."""
     if URL.fullmatch(arg):
         return f"model.base_url={arg}"
     return arg if "=" in arg else f"model={arg}"

@@ -115,7 +115,7 @@ def export(args: list[str]) -> int:
     is_fix = origin.verdict is not None and origin.verdict.name == FIXED
     gain = origin.gain
     if method != requested:
-        # What the run evaluated is not what the files hold.
+        # The run evaluated another method than the files hold.
         is_fix = False
         if verdict:
             verdict += f" {BEFORE_FOLDING}"
@@ -167,7 +167,7 @@ def verify(args: list[str]) -> int:
     folder = Path(args[0]).expanduser() if len(args) == 1 else Path()
     record = write.read_record(folder)
     if record is None:
-        allowed = f"a folder that posbench export wrote (with {write.RECORD})"
+        allowed = f"a folder that posbench export wrote (with {write.RECORD_FILE})"
         raise UserError(
             "DIR", " ".join(args), allowed, "posbench export RUN --to FORMAT --out DIR"
         )
@@ -200,13 +200,13 @@ def _need_weight_type(form: base.Format, weights: str | None) -> None:
 
 
 def _need_same_base(record: write.Record, config: Config) -> None:
-    """Refuse weights that are not those of a record, and a record that names none for its model."""
+    """Refuse weights that differ from a record's, and a record that names none for its model."""
     checkpoint = config.model.checkpoint
     files = [entry for entry in record.base if entry.get("field") == checkpoint.field]
     if not all("name" in entry for entry in files) or not files:
         allowed = f"entries with field {checkpoint.field} and a name, one for each file of the model"
         hint = f"export it again: {record.command}"
-        raise UserError(f"{write.RECORD}: base", record.base, allowed, hint)
+        raise UserError(f"{write.RECORD_FILE}: base", record.base, allowed, hint)
     need_same_contents([checkpoint], {"files": files})
 
 
@@ -216,9 +216,9 @@ class Origin:
 
     Attributes:
         config: The config of its model, task and method.
-        verdict: What its run says of the position bias; None without a run, or where it measured none.
-        gain: What a search gained on held-back prompts, in words.
-        price: What folding costs, in words, as a search measured it.
+        verdict: Its run's verdict on the position bias; None without a run, or where it measured none.
+        gain: Gain on prompts held back from a search, in words.
+        price: Cost of folding, in words, as a search measured it.
         source: Where the method's constants come from.
     """
 
@@ -236,7 +236,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _origin(arguments: list[str], outputs: Path) -> Origin:
-    """What overrides describe, or what a run in a folder of outputs found."""
+    """The fix that overrides describe, or that a run in a folder of outputs found."""
     if "=" in arguments[0]:
         return Origin(_config_of_overrides(arguments))
     return _origin_of_run(find_run(arguments[0], outputs))
@@ -262,7 +262,7 @@ def _config_of_overrides(overrides: list[str]) -> Config:
 
 
 def _origin_of_run(folder: Path) -> Origin:
-    """The config of a run with the constants that it applied, and what its search found."""
+    """The config of a run with the constants that it applied, and the results of its search."""
     run = open_undamaged(folder)
     folders = make_importable(run)
     raw = run.config("task", "model", "method")
@@ -287,7 +287,7 @@ def _origin_of_run(folder: Path) -> Origin:
     source = str(result.get("source", ""))
     typed = typed_in_place(constants)
     if typed:
-        # Gain and price are those of what the search found.
+        # Gain and price belong to the searched constants, not to the typed ones.
         return Origin(config, verdict, source=f"{source}; {typed}")
     gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
     price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""
@@ -295,7 +295,7 @@ def _origin_of_run(folder: Path) -> Origin:
 
 
 def _need_model_that_does_the_task(origin: Origin) -> None:
-    """Refuse constants whose run shows a model that cannot do the task: nothing says that they fix anything."""
+    """Refuse constants whose run shows that the model cannot do the task: nothing shows a fix."""
     verdict = origin.verdict
     if verdict is None or verdict.name != CANNOT_DO:
         return
@@ -366,7 +366,7 @@ def _side_effects(
     requested: Method,
     written: Method,
 ) -> list[list[str]]:
-    """What runs of other tasks measured, see :func:`posbench.export.write.side_effects`.
+    """Measurements of runs of other tasks, see :func:`posbench.export.write.side_effects`.
 
     Args:
         outputs: Folder of runs.

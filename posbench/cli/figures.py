@@ -58,7 +58,7 @@ class Experiment:
         status: Its exit status.
         note: Why it is not done.
         folder: Folder of its result.
-        missing_sources: What would have to be downloaded.
+        missing_sources: Files to download first.
         start_seconds: When its process started, by the monotonic clock.
         elapsed_seconds: How long its process ran.
     """
@@ -79,7 +79,7 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """The command that runs it alone, or fetches what it needs."""
+        """The command that runs it alone, or fetches its missing files."""
         verb = ["fetch"] if self.state == "to fetch" else []
         return shlex.join(["posbench", *verb, *self.args])
 
@@ -97,7 +97,7 @@ class Experiment:
 
     @property
     def embedded(self) -> bool:
-        """Whether it uses no models but those that come with posbench."""
+        """Whether it uses only models that come with posbench."""
         return all(
             config.model.path.startswith(paths.EMBEDDED)
             for config in self.configs
@@ -106,7 +106,7 @@ class Experiment:
 
     @property
     def timed(self) -> bool:
-        """Whether it measures times, which processes beside it would stretch."""
+        """Whether it measures times, which other processes would distort."""
         return any(isinstance(config.study, TimingStudy) for config in self.configs)
 
     def log(self, logs: Path) -> Path:
@@ -139,7 +139,7 @@ class Experiment:
                 self._end("refused", fault.status, str(fault))
 
     def _compose(self) -> list[str]:
-        """Compose and check the config of each job; return what is wrong."""
+        """Compose and check the config of each job; return the faults."""
         jobs = compose(self.args)
         problems = []
         for job in jobs.composed:
@@ -359,13 +359,13 @@ def _check_names(
 
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
-    """What the file of an experiment says of it, and whether it trains."""
+    """The description in an experiment's file, and whether it trains."""
     file = paths.find_choice("experiment", name, folders)
     try:
         data = read_yaml(file, hint=CORRECT_FILE) if file else {}
         return {**data["experiment"], "trains": trains_networks(data)}
     except (UserError, KeyError, TypeError):
-        return {}  # composing it tells what is wrong
+        return {}  # composing it reports the fault
 
 
 def _reason_to_leave_out(
@@ -375,7 +375,7 @@ def _reason_to_leave_out(
 
     Args:
         experiment: The experiment.
-        facts: What its file says of it.
+        facts: The description in its file.
         overrides: Overrides for all experiments.
     """
     if facts.get("trains"):
@@ -434,7 +434,7 @@ def _run(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminate processes, and kill those that do not end in time."""
+    """Terminate processes, and kill the ones that do not end in time."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + STOP_SECONDS
@@ -466,7 +466,7 @@ def _start(
 
 
 def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> int:
-    """Print all experiments, what to fetch, and what failed; return the exit status."""
+    """Print all experiments, files to fetch, and failures; return the exit status."""
     if len(experiments) == 1 and experiments[0].elapsed_seconds:
         print(experiments[0].log(logs).read_text(errors="replace"))
     console.print()
@@ -485,7 +485,7 @@ def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> 
     if to_fetch:
         console.print("\nnot on this machine:")
         missing = [source for e in to_fetch for source in e.missing_sources]
-        with suppress(UserError):  # the table says what could not be reached
+        with suppress(UserError):  # the table shows the unreachable files
             sources.fetch(missing, dry_run=True, console=console)
         commands = "\n  ".join(e.command for e in to_fetch)
         print(

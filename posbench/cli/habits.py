@@ -48,7 +48,7 @@ FLAGS_WITHOUT_KEY = (
     "--write-out",
 )
 """Flags that posbench has nothing for."""
-MODEL_KEYS = {
+TRANSLATED_MODEL_KEYS = {
     "pretrained": "model",
     "model": "model.name",
     "base_url": "model.base_url",
@@ -65,11 +65,12 @@ MODEL_KEYS = {
     "batch_size": "runtime.batch_size",
 }
 """Key of posbench by model argument of the harness."""
-BACKENDS = ("hf", "hf-auto", "huggingface", "vllm", "sglang", "openai", "posbench")
+ENGINES = ("hf", "hf-auto", "huggingface", "vllm", "sglang", "openai", "posbench")
+"""Values of ``--model`` that name an engine, not a model."""
 SERVED_BACKENDS = ("local-completions", "local-chat-completions", "openai-completions")
-"""Values of ``--model`` that name no model, but what runs or serves it."""
+"""Values of ``--model`` that name an API of a server, not a model."""
 ROUTE = re.compile(r"/(chat/)?completions/?$")
-"""What a base_url of the harness ends with, and one of posbench does not."""
+"""End of a base_url in the harness; posbench's base_url lacks it."""
 DEFAULT_TASK = "kv_retrieval"
 """The task of a run that names none."""
 FIRST_WORDS = ("run", "eval", "evaluate")
@@ -77,7 +78,7 @@ FIRST_WORDS = ("run", "eval", "evaluate")
 
 
 def refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
-    """Refuse the flags of other tools with the line that says the same here.
+    """Refuse the flags of other tools, and give the equivalent posbench command line.
 
     Args:
         verb: The verb that was typed; empty for a run.
@@ -97,7 +98,7 @@ def refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
 
 
 def _flag_of(arg: str) -> str:
-    """The flag of another tool that an argument is, spelled with hyphens; empty where it is none."""
+    """An argument as a flag of another tool, spelled with hyphens; empty if it is not one."""
     name = arg.partition("=")[0]
     if name.startswith("--"):
         name = name.replace("_", "-")
@@ -105,7 +106,7 @@ def _flag_of(arg: str) -> str:
 
 
 def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The line that says here what the arguments say elsewhere, and what of them it leaves out."""
+    """The equivalent posbench command line, and the arguments without a counterpart."""
     settings: dict[str, str] = {}
     left_out: list[str] = []
     kept: list[str] = []
@@ -144,7 +145,7 @@ def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _flags_with_values(args: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Each flag with how it was typed and its value; other arguments have no flag."""
+    """Each flag, its typed form and its value; other arguments have an empty flag."""
     result = []
     index = 0
     while index < len(args):
@@ -171,11 +172,11 @@ def _flags_with_values(args: Sequence[str]) -> list[tuple[str, str, str]]:
 def _add_arguments(
     settings: dict[str, str], left_out: list[str], prefix: str, text: str
 ) -> None:
-    """Add what ``key=value,key=value`` sets, of the model or of the task.
+    """Add the settings of ``key=value,key=value``, for the model or the task.
 
     Args:
         settings: Values by key of posbench; changed.
-        left_out: What has no counterpart; changed.
+        left_out: Arguments without a counterpart; changed.
         prefix: ``model`` or ``task``.
         text: The arguments.
     """
@@ -183,12 +184,12 @@ def _add_arguments(
         name, _, value = argument.partition("=")
         if prefix == "task":
             settings[f"task.{name}"] = value
-        elif name not in MODEL_KEYS:
+        elif name not in TRANSLATED_MODEL_KEYS:
             left_out.append(argument)
         elif name == "parallelize":
-            settings[MODEL_KEYS[name]] = "auto"
+            settings[TRANSLATED_MODEL_KEYS[name]] = "auto"
         else:
-            settings[MODEL_KEYS[name]] = value
+            settings[TRANSLATED_MODEL_KEYS[name]] = value
 
 
 def _settle_model(settings: dict[str, str]) -> None:
@@ -196,7 +197,7 @@ def _settle_model(settings: dict[str, str]) -> None:
     served_name = settings.pop("model.name", None)
     url = settings.get("model.base_url")
     model = settings.get("model")
-    is_backend = model in (*BACKENDS, *SERVED_BACKENDS)
+    is_backend = model in (*ENGINES, *SERVED_BACKENDS)
     if url:
         name = served_name or ("" if is_backend else model) or "NAME"
         del settings["model.base_url"]

@@ -62,14 +62,15 @@ MODEL_KEYS = (
     "threads",
     "allow_partial",
 )
+"""Model arguments that are keys of the config's ``model``."""
 RUNTIME_KEYS = ("device", "device_map", "max_memory")
-"""Model arguments that are keys of the config's ``model`` and ``runtime``."""
+"""Model arguments that are keys of the config's ``runtime``."""
 
 _OWNER = "posbench"
 """Key of the harness's response cache that holds whose answers it has."""
 
 UNLIMITED_WINDOW = 2**31
-"""Tokens; a model whose config names no context window reads as many."""
+"""Context window in tokens of a model whose config names none."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """A log-likelihood request of the harness: (context, continuation) as text, None inside
@@ -178,7 +179,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: See :func:`configured`; also for ``method`` and ``config_dir``.
-        **settings: Those of :func:`configured`, and fields of :class:`Harness`. A list is
+        **settings: Settings of :func:`configured`, and fields of :class:`Harness`. A list is
             written with colons where commas separate the arguments: ``layers=1:3`` is the
             YAML's ``[1, 3]``.
 
@@ -274,7 +275,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         return cls(**(flags | arg_dict))
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness records of a model, and the method with its parameters."""
+        """The harness's record of a model, and the method with its parameters."""
         info = {
             "model": self.posbench.model.path,
             "method": self.posbench.choice.name,
@@ -285,8 +286,8 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Take the harness's response cache, if it holds answers of this very model.
 
-        Its keys hold the request alone: those of another model or method would be
-        returned as answers of this one.
+        Its keys describe the request alone: answers of another model or method would be
+        returned as this model's.
 
         Raises:
             UserError: Something else filled the file.

@@ -1,4 +1,4 @@
-"""``posbench ls``: what there is to choose from; it imports no more than that takes."""
+"""``posbench ls``: the available choices; it imports as little as it can."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from posbench.schema import resolve_target
 from posbench.tasks import Task
 
 TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
-KINDS = {plural: group for group, plural in paths.PLURALS.items()}
-CHOICES = *KINDS, "experiments", "families"
+GROUP_OF_KIND = {plural: group for group, plural in paths.PLURALS.items()}
+CHOICES = *GROUP_OF_KIND, "experiments", "families"
 
 
 def ls(args: list[str]) -> int:
@@ -57,7 +57,7 @@ def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
             }
             for family in FAMILIES
         ]
-    group = KINDS.get(kind, "experiment")
+    group = GROUP_OF_KIND.get(kind, "experiment")
     folders = paths.config_folders(config_dir)
     records: list[dict[str, object]] = []
     for name in choices(*paths.group_folders(group, folders)):
@@ -68,7 +68,7 @@ def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
 
 
 def _facts(kind: str, file: Path) -> dict[str, object]:
-    """What `posbench ls` shows of a choice, by column, from its file."""
+    """The row of a choice in `posbench ls`, by column, from its file."""
     data = read_yaml(file, Object | None, hint=CORRECT_FILE) or {}
     if kind == "tasks":
         cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]

@@ -116,7 +116,7 @@ VERBS = {
     "compare": "runs",
     "check-data": "check_data",
 }
-"""Module of each verb, which is a function there; only that of the typed verb is imported."""
+"""Module of each verb, which is a function there; only the typed verb's is imported."""
 RUN_VERBS = (
     "report",
     "rescore",
@@ -138,11 +138,11 @@ OVERRIDE_VERBS = ("", "diagnose", "fetch", "validate", "submit", "figures", "exp
 NO_VERBS = {
     "run": "leave it out",
 }
-"""Words that are typed as verbs, and what to type instead."""
+"""Words that users type as verbs, and the right command for each."""
 
 YES = "--yes"
 VERBS_WITH_YES = ("", "diagnose", "figures", "submit", "validate")
-"""Verbs, and runs, that start what may cost money, or check it."""
+"""Verbs, and runs, that start work which may cost money, or check it."""
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent ends."""
@@ -215,7 +215,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
-    """Refuse flags of other tools with the line that says the same here; nothing is imported without a flag."""
+    """Refuse flags of other tools, with the equivalent command line; nothing is imported without a flag."""
     if any(arg.startswith("-") for arg in args):
         from posbench.cli.habits import refuse_foreign_flags
 
@@ -223,7 +223,7 @@ def _refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
 
 
 def _with_consent(args: list[str]) -> list[str]:
-    """The arguments with the key that the flag --yes stands for, which every run inherits."""
+    """The arguments with the flag --yes replaced by its key, which every run inherits."""
     if YES not in args or verb_of(args) not in VERBS_WITH_YES:
         return args
     return [*(arg for arg in args if arg != YES), "runtime.yes=true"]
@@ -266,7 +266,7 @@ def find_verb(name: str) -> Callable[[list[str]], int]:
 
 
 def usage(verb: Callable[[list[str]], int]) -> str:
-    """What ``posbench VERB --help`` prints: the verb's docstring, without what it raises."""
+    """Text of ``posbench VERB --help``: the verb's docstring, without its errors."""
     text = (inspect.getdoc(verb) or "").split("\n\nRaises:")[0]
     return wrap_help(text, shutil.get_terminal_size().columns)
 
@@ -276,7 +276,7 @@ def wrap_help(text: str, width: int) -> str:
     wrapped = []
     for block in text.split("\n\n"):
         if block.startswith("example: "):
-            wrapped.append(block)  # a command is copied as it stands
+            wrapped.append(block)  # a command is copied unwrapped
             continue
         is_paragraph = not any(line.startswith(" ") for line in block.split("\n"))
         lines = [" ".join(block.split("\n"))] if is_paragraph else block.split("\n")
@@ -320,7 +320,7 @@ def _diagnose(args: list[str]) -> int:
 
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
-    """Say what is being done while the block runs, where nothing else is printed."""
+    """Print the current action while the block runs, where nothing else is printed."""
     from posbench.report.console import make_console
     from posbench.run.heartbeat import beating, doing
 
@@ -391,7 +391,7 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         try:
             configs[composed.number] = prepare(composed).config
         except Exception as error:
-            # The job itself reports what is wrong with it.
+            # The job itself reports its fault.
             if in_one_line(error) is None:
                 raise
     models: dict[int, LM] = {}
@@ -399,7 +399,7 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         try:
             lm = run_together(group, command=command, console=make_console())
         except Exception as error:
-            # A defect here must not stop the jobs, which can do all of it themselves, and report what they meet.
+            # A defect here must not stop the jobs: each can do its work alone and report its own errors.
             if own_code_error(error) is None:
                 logging.exception("%d jobs share nothing", len(group))
             continue
@@ -416,7 +416,7 @@ def _run_job(
     lm: LM | None = None,
     watch: Stopwatch | None = None,
 ) -> Record:
-    """Run one job and return its record, so that a sweep goes on whatever happens.
+    """Run one job and return its record, so that a sweep continues after any error.
 
     Args:
         composed: The config as composed.
@@ -503,7 +503,7 @@ def _show_config(args: list[str]) -> int:
 
 
 def run_below(parent: int) -> None:
-    """Entry point of a process that another one started, and that ends with it where Linux can tell."""
+    """Entry point of a process that another one started; on Linux it ends with its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:

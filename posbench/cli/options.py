@@ -1,7 +1,7 @@
 """Options of verbs.
 
-argparse would take as many lines and lose a promise: its messages say neither what is allowed nor the next step, and
-it reads overrides such as ``-m`` and ``~key`` as options of its own.
+argparse would not be shorter, and would lose a promise: its messages say neither what is allowed nor the next
+step, and it reads overrides such as ``-m`` and ``~key`` as its own options.
 """
 
 from __future__ import annotations

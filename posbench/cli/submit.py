@@ -49,7 +49,7 @@ POLL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a cluster: goes on with a run, from its folder alone.
+    """A job of a cluster: resumes a run, from its folder alone.
 
     Attributes:
         folder: The run's folder.
@@ -71,7 +71,7 @@ class Job:
             sys.exit(status)
 
     def checkpoint(self) -> Any:
-        """What submitit queues again when the time is up: the same job."""
+        """The job that submitit queues again when the time is up: the same one."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -164,13 +164,13 @@ def _submission_state(folder: Path, config: Config, queue: job_records.Queue) ->
 def _entry(
     folder: Path, composed: ComposedConfig, config: Config, state: str
 ) -> Submission:
-    """The record of a submission; a run that needs no job keeps those of the last one.
+    """The record of a submission; a run that needs no job keeps the last one's.
 
     Args:
         folder: The run's folder.
         composed: The run as composed.
         config: Its config.
-        state: What :func:`_submission_state` returned.
+        state: Result of :func:`_submission_state`.
     """
     earlier = job_records.submissions(folder)
     if earlier and state != "submitted":
@@ -193,7 +193,7 @@ def _config_to_submit(composed: ComposedConfig, num_shards: int) -> Config:
     All that it reads must be on this machine, which may lack the GPU.
 
     Raises:
-        UserError: Something stands in the way.
+        UserError: The folder cannot be submitted.
     """
     checked = check_config(composed)
     cluster = checked.runtime.cluster
@@ -227,7 +227,7 @@ def _submit_jobs(
     """Hand the jobs of runs to the cluster, in the order of runs and shards.
 
     Args:
-        cluster: What each job asks for.
+        cluster: Resources of each job.
         name: Name of the jobs.
         entries: Folder and record of each run.
 
@@ -280,7 +280,7 @@ def _submit_jobs(
 
 
 def _submitit_parameters(cluster: Cluster, name: str) -> dict[str, Any]:
-    """Parameters of submitit's executor, without those that are not set."""
+    """Parameters of submitit's executor, without unset ones."""
     requeue = "requeue" if cluster.requeue else "no-requeue"
     parameters = {
         "name": name,
@@ -301,7 +301,7 @@ def _submitit_parameters(cluster: Cluster, name: str) -> dict[str, Any]:
 
 @contextmanager
 def _without_streams() -> Iterator[None]:
-    """Discard output in a block, and that of processes that start in it.
+    """Discard output in a block, and the output of processes that start in the block.
 
     Else a pipe behind this process would wait for them.
     """
@@ -379,7 +379,7 @@ def resume(args: list[str]) -> int:
 
 
 def _command(folder: Path) -> str:
-    """The command that made a run, else the one that goes on with it."""
+    """The command that made a run, else the one that resumes it."""
     return open_run_dir(folder).command or f"posbench resume {folder}"
 
 
@@ -455,7 +455,7 @@ def collect(args: list[str]) -> int:
         if row["state"] != "done":
             message = f" ({row['said']})" if row["said"] else ""
             print(f"posbench: {folder}: {row['state']}{message}", file=sys.stderr)
-    # Several commands may have submitted the same runs: one summary for all of them.
+    # Several commands may have submitted the same runs: one summary covers all.
     summaries: dict[tuple[Path, ...], list[dict[str, Any]]] = {}
     commands: dict[tuple[Path, ...], str] = {}
     for submissions in job_records.runs_by_submission(list(rows)).values():

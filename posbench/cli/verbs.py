@@ -79,7 +79,7 @@ def fetch(args: list[str]) -> int:
     jobs = compose(overrides)
     for record in jobs.refused.values():
         print(f"posbench: {record['error']}", file=sys.stderr)
-    # A sweep's jobs share most of what they need.
+    # A sweep's jobs share most files.
     needed = [source for job in jobs.composed for source in needs(job)]
     if needed:
         sources.fetch(needed, dry_run=dry_run, console=make_wide_console())
@@ -139,17 +139,17 @@ def validate(args: list[str]) -> int:
 
 
 def _job_title(job: ComposedConfig, jobs: Sequence[ComposedConfig]) -> str:
-    """Which job of a sweep it is: its number and what not all of its jobs have."""
+    """The title of a job of a sweep: its number and the settings that differ between jobs."""
     common = set.intersection(*(set(other.overrides) for other in jobs))
     differing = [override for override in job.overrides if override not in common]
     return f"job {jobs.index(job) + 1} of {len(jobs)}: {' '.join(differing)}"
 
 
 def with_server(run: PreparedRun) -> PreparedRun:
-    """The run with what its server tells, where it was not asked yet.
+    """The run with its server's properties; probes the server unless that was done before.
 
     Raises:
-        UserError: It does not answer, or refuses what the user set.
+        UserError: The server does not answer, or refuses a typed setting.
     """
     config = run.config
     if config.uses_model and not config.model.in_process and config.server is None:
@@ -158,7 +158,7 @@ def with_server(run: PreparedRun) -> PreparedRun:
 
 
 def _print_estimate(run: PreparedRun, measure: bool) -> None:
-    """Print what changes in a config, and what the run takes."""
+    """Print the changes to a config, and the cost of the run."""
     for line in run.warnings:
         print(line)
     console = make_console()
@@ -292,7 +292,7 @@ def _rescore_run(run: RunDir) -> None:
     Raises:
         UserError: The run is not finished, or its rows are damaged.
     """
-    rewritten = (*REDRAWN_FILES, *evaluate.TABLES)
+    rewritten = (*REDRAWN_FILES, *evaluate.SCORE_TABLES)
     with owning(run.path):
         open_undamaged(run.path, rewritten)
         raw = run.config("task", "model", "runtime")
@@ -332,7 +332,7 @@ def audit(args: list[str]) -> int:
     """
     share_text, remaining = option(args, "--share")
     seed_text, remaining = option(remaining, "--seed")
-    share = _number("--share", share_text or str(auditing.SHARE), 0, 1)
+    share = _number("--share", share_text or str(auditing.AUDITED_SHARE), 0, 1)
     seed = _number("--seed", seed_text or "0", 0, MAX_COUNT)
     if len(remaining) != 1 or remaining[0].startswith("-"):
         hint = "posbench ls runs lists them"
@@ -366,7 +366,7 @@ def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing
         audited = replace(config, model=in_float32)
     contents = run_contents(config)
     run = build_run(audited, make_console(), contents=contents)
-    # The digests of the rows tell the precision in which they were made.
+    # The digests of the rows depend on the precision in which they were made.
     run.model_identity = model_identity(config, contents)
     run.out = out
     if "search" in config.stages:

@@ -1,4 +1,4 @@
-"""What a diagnosis may take of its budget, and what it took."""
+"""The budget of a diagnosis: the limit and the use so far."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Allowance:
         prompts: Prompts that were read so far.
         read: Their tokens.
         written: Tokens of replies.
-        paid: What of these a server was asked, which may cost money.
+        paid: Share of these that a server answered, which may cost money.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Allowance:
 
     @property
     def spent(self) -> float:
-        """What was taken so far, in the unit of the budget."""
+        """Use so far, in the unit of the budget."""
         if self.is_time:
             return self.watch.seconds
         if self.budget.prompts is not None:
@@ -68,7 +68,7 @@ class Allowance:
         return float(self.read + self.written)
 
     def left(self, share: float) -> float:
-        """What is left before so large a share of the budget is spent, in its unit."""
+        """Budget left until this share of it is spent, in its unit."""
         return max(share * self.budget.size - self.spent, 0.0)
 
     def add(self, prompts: int, read: int, written: int, is_paid: bool = False) -> None:
@@ -83,11 +83,11 @@ class Allowance:
             )
 
     def cost_of_prompt(self, read: float, written: float) -> float:
-        """What one more prompt takes of a budget that is no time.
+        """Cost of one more prompt, in the unit of a budget that is not a time.
 
         Args:
-            read: Its tokens, about, where none was read so far.
-            written: Those of its reply.
+            read: Estimate of its tokens, used before the first prompt.
+            written: Estimate of its reply tokens.
         """
         if self.budget.prompts is not None:
             return 1.0
@@ -102,7 +102,7 @@ class Allowance:
         return read + written
 
     def rest(self, share: float) -> Budget:
-        """The budget of the next run: what is left before so large a share is spent."""
+        """The budget of the next run: the rest of this share."""
         left = self.left(share)
         budget = self.budget
         if budget.seconds is not None:
@@ -126,7 +126,7 @@ class Allowance:
         return f"{-(-size // 1):.0f}prompts"
 
     def __str__(self) -> str:
-        """What was taken, in words."""
+        """Use so far, in words."""
         parts = [f"{self.prompts:,} prompts", f"{self.read + self.written:,} tokens"]
         if self.usd is not None:
             parts.append(money(self.usd))

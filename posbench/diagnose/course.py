@@ -53,8 +53,8 @@ from posbench.pipeline.budget import suggested_budget
 from posbench.pipeline.config import Config
 from posbench.pipeline.identity import identity, run_contents
 from posbench.pipeline.served import (
-    ANSWER_TOKENS,
     ASSUMED_TOKENS_PER_CHARACTER,
+    REPLY_OVERHEAD_TOKENS,
     estimate_served,
     need_consent,
 )
@@ -93,42 +93,48 @@ from posbench.tasks.items import GoldPositionTask
 from posbench.tasks.own_data import OwnData
 
 DEFAULT_BUDGET = "10min"
+"""Budget of a diagnosis whose command names none."""
 PILOT_QUESTIONS = 20
+"""Questions at each position of a pilot."""
 MIN_PILOT_QUESTIONS = 5
+"""Fewest questions at each position from which a pilot draws a conclusion."""
 ROUND_QUESTIONS = 5
+"""Questions at each position of a round."""
 MAX_QUESTIONS = 1000
-"""Questions at each position of the pilot, the least of them that say anything, those of a round, and of the shape at
-most: a model without a bias needs fewer (docs/metrics.md)."""
-SPARE = 1.2
-"""Share of the budget of a next command over what the forecast asks."""
-MORE_TOKENS = 4
-"""How many times as many tokens a reply gets where the pilot's were cut."""
-LARGER = 3
-"""How many times as many items make a task harder."""
+"""Most questions at each position of the shape; a model without a bias needs fewer (docs/metrics.md)."""
+BUDGET_MARGIN = 1.2
+"""Budget of the suggested command, divided by the forecast."""
+REPLY_LIMIT_FACTOR = 4
+"""Factor on the reply limit after a pilot whose replies were cut."""
+HARDER_ITEMS_FACTOR = 3
+"""Factor on the number of items that makes a task harder."""
 FIRST_ITEMS = 20
-"""Items of a prompt where neither the user nor the model's file says it: a pilot on two cores."""
-MIN_ITEMS = 6
-SHARES = {"pilot": 0.2, "source": 0.7, "remedies": 0.85}
-"""Share of the budget that is spent at the end of each part at most; the rest is for held-back questions."""
+"""Items of a prompt where user and model's file leave it open, for a pilot on two cores."""
+MIN_EASIER_ITEMS = 6
+"""Fewest items of a prompt of an easier task."""
+END_SHARES = {"pilot": 0.2, "source": 0.7, "remedies": 0.85}
+"""Largest share of the budget spent by the end of each part; the rest is for held-back questions."""
 LAST_SHARE = 0.95
 """Share of the budget that is spent when the last question is answered."""
 ATTENTION_EXAMPLES = 5
 """Questions at each position whose attention is measured."""
 MIN_SOURCE_EXAMPLES = 10
+"""Fewest questions at each position of the search for the source."""
 MAX_SOURCE_EXAMPLES = 30
-"""Questions at each position of the search for the source."""
-SOURCE_PROMPTS = 10
-"""Prompts that it reads for a question: three positions, and seven interventions and controls at the middle one."""
-SOURCE_WORK = 2.0
-"""Time of one of them over that of a prompt of the shape, which shares its prefix with others."""
+"""Most questions at each position of the search for the source."""
+SOURCE_PROMPTS_PER_QUESTION = 10
+"""Prompts in the search for the source: three positions, and seven interventions and controls at the middle one."""
+SOURCE_TIME_RATIO = 2.0
+"""Time of such a prompt divided by the time of a prompt of the shape, which shares its prefix with others."""
 RACE_PROMPTS = 48
+"""Calibration prompts of the race, in a default budget."""
 MIN_HELD_BACK = 30
-"""Calibration prompts of the race, and held-back questions at each position where time allows."""
+"""Held-back questions at each position, where time allows."""
 MIN_SEARCH_SECONDS = 60.0
-SEARCH_PROMPTS = 300
-"""Time that must be left for a search of constants that are not known, and the prompts that take as long as one: about
-so many on SmolLM2-135M."""
-REFUSED = ("stages", "study", "experiment", "search", "runtime.until")
+"""Least time left for which a search of a method's constants starts."""
+SEARCH_COST_PROMPTS = 300
+"""Cost of a search in prompts, roughly, measured on SmolLM2-135M."""
+OWN_KEYS = ("stages", "study", "experiment", "search", "runtime.until")
 """Keys that a diagnosis sets itself."""
 
 
@@ -137,7 +143,7 @@ class RaceSplit(NamedTuple):
 
     Attributes:
         examples: The calibration prompts that the methods are raced on.
-        num_held_back: Questions at each gold position that are none of them.
+        num_held_back: Questions at each gold position outside ``examples``.
     """
 
     examples: list[Example]
@@ -149,12 +155,13 @@ class Course:
 
     Args:
         args: Overrides as typed, with Hydra's flags, without the budget.
-        budget: What it may take.
+        budget: Its budget.
         console: Where progress goes.
         watch: Measures the time; None: from now on.
 
     Raises:
-        UserError: A key is the diagnosis' own, the task has no gold positions, or a server may not be asked.
+        UserError: The diagnosis sets a typed key itself, the task has no gold positions, or the user refuses to ask a
+            server.
     """
 
     def __init__(
@@ -194,7 +201,7 @@ class Course:
 
     @property
     def task(self) -> Task:
-        """The task as it is asked now; it moves a gold item."""
+        """The task with its current settings; it moves a gold item."""
         return self.config.task
 
     @property
@@ -207,7 +214,7 @@ class Course:
         return outputs / "diagnose" / name
 
     def run(self) -> None:
-        """Take the parts in turn until the question is answered; what is found stands in :attr:`diagnosis`."""
+        """Take the parts in turn until the question is answered; the findings go to :attr:`diagnosis`."""
         diagnosis = self.diagnosis
         self._announce()
         if self._has_signal() and self._pilot():
@@ -228,7 +235,7 @@ class Course:
     # Parts
 
     def _announce(self) -> None:
-        """Say what the diagnosis may take, and ask where that costs money."""
+        """Print the limits of the diagnosis, and ask for consent where it costs money."""
         budget = self.allowance.budget.text
         if not self.runs.is_served:
             positions = len(self.task.gold_positions)
@@ -249,11 +256,11 @@ class Course:
         need_consent(
             replace(config, budget=self.allowance.budget), estimate, self.console
         )
-        # What was agreed to here is not asked again by each run.
+        # Each run inherits this consent.
         self.runs.settings["runtime.yes"] = True
 
     def _has_signal(self) -> bool:
-        """Look whether the prompt tells the model anything of the answer; if not, set the verdict.
+        """Check whether the prompt makes the answer likelier; if not, set the verdict.
 
         A model that is random, or does not fit its tokenizer, ends here within seconds.
         """
@@ -310,13 +317,15 @@ class Course:
                     return self._end_at(diagnosis.pilots[-1])
                 spent = self.allowance.prompts
                 needed = MIN_PILOT_QUESTIONS * len(positions)
-                prompts = math.ceil((spent + needed) / SHARES["pilot"])
+                prompts = math.ceil((spent + needed) / END_SHARES["pilot"])
                 allowed = f"more: a diagnosis begins with {MIN_PILOT_QUESTIONS} questions at {len(positions)} positions"
                 hint = f"set budget={self.allowance.larger()}, or {prompts}prompts"
                 if self.allowance.is_time:
                     seconds = needed * self._seconds_of_prompt()
                     allowed += f", which take this server about {duration(seconds)}"
-                    needed_seconds = (self.allowance.spent + seconds) / SHARES["pilot"]
+                    needed_seconds = (self.allowance.spent + seconds) / END_SHARES[
+                        "pilot"
+                    ]
                     hint = f"set budget={suggested_budget(needed_seconds)}, or smaller prompts"
                 raise UserError("budget", self.allowance.budget.text, allowed, hint)
             round_questions = self._round_questions(
@@ -329,7 +338,7 @@ class Course:
                     f"task.limit={questions}",
                     f"runtime.round_questions={round_questions}",
                 ],
-                share=SHARES["pilot"],
+                share=END_SHARES["pilot"],
             )
             rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
             pilot = judge_pilot(
@@ -347,9 +356,9 @@ class Course:
             self._change_task(changes, f"pilot: {_level_text(pilot.level)}")
 
     def _end_at(self, pilot: Pilot) -> bool:
-        """Set the verdict of a pilot that shows no bias; return whether to go on all the same."""
+        """Set the verdict of a pilot that shows no bias; return whether to go on."""
         if pilot.level == "ceiling":
-            return True  # whether that is so at every position, the shape tells
+            return True  # the shape shows whether this holds at every position
         self.diagnosis.verdict = CANNOT_DO if pilot.level == "floor" else CANNOT_TELL
         score = f"{points(pilot.average)} % of the pilot's answers are right"
         self.diagnosis.reason = score
@@ -361,7 +370,7 @@ class Course:
     def _shape(self) -> None:
         """Ask questions at all positions until the shape is decided or the budget is spent."""
         diagnosis = self.diagnosis
-        # Without a shape there is nothing to explain or fix: it may take what these parts would.
+        # Without a shape there is nothing to explain or fix, so it may use the budget of those parts.
         num_positions = len(self.task.gold_positions)
         limit = self._affordable("shape", self._shape_limit(), num_positions)
         round_questions = self._round_questions("pilot", num_positions, share=1.0)
@@ -387,7 +396,7 @@ class Course:
             self._forecast(folder)
 
     def _forecast(self, folder: Path) -> None:
-        """Say how many questions at each position would tell, as far as the run of the shape lets one foresee it."""
+        """Forecast the questions at each position that would decide the shape, where the run allows a forecast."""
         diagnosis = self.diagnosis
         rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
         task = self._task_with(self._shape_limit())
@@ -411,7 +420,7 @@ class Course:
             diagnosis.reason += f", and the data hold {self._available_questions}"
 
     def _name_server(self) -> None:
-        """Say that a bias may be the server's, where it could not be checked whether prompts arrive whole."""
+        """Note that a bias may be the server's, unless a check showed that prompts arrive whole."""
         server = self.config.server
         delivery = server.delivery if server else None
         if delivery and delivery.unchecked and self.diagnosis.verdict == BIAS:
@@ -422,8 +431,8 @@ class Course:
     def _attention(self) -> None:
         """Measure the attention of the last token to the items, where the budget leaves room for it."""
         prompts = ATTENTION_EXAMPLES * len(self.task.gold_positions)
-        left = self.allowance.left(SHARES["source"])
-        # What a prompt takes in process is not known yet of a served model: this tells it.
+        left = self.allowance.left(END_SHARES["source"])
+        # For a served model the cost of a prompt in process is unknown until this part has measured it.
         is_unknown = self.runs.is_served and self.allowance.is_time
         cost = 0.0 if is_unknown else self._measured_cost_of_prompt()
         if not left or prompts * cost > left / 3:
@@ -443,7 +452,7 @@ class Course:
             self.console.print(f"attention: {error}", soft_wrap=True, markup=False)
 
     def _source(self) -> None:
-        """Take away, one by one, what tells the place of the gold item, and see what that does to its answer."""
+        """Remove the cues to the gold item's position one by one, and measure the effect on its answer."""
         diagnosis = self.diagnosis
         try:
             need_items(self.task)
@@ -463,7 +472,7 @@ class Course:
             folder = self.runs.execute(
                 "source",
                 part_overrides,
-                prompts=SOURCE_PROMPTS * examples,
+                prompts=SOURCE_PROMPTS_PER_QUESTION * examples,
                 stages="study",
                 in_process=True,
             )
@@ -480,12 +489,14 @@ class Course:
     def _source_examples(self) -> int:
         """Questions at each position that the budget leaves; a note says where these are too few."""
         diagnosis = self.diagnosis
-        per_question = SOURCE_PROMPTS * self._measured_cost_of_prompt()
+        per_question = SOURCE_PROMPTS_PER_QUESTION * self._measured_cost_of_prompt()
         if self.allowance.is_time and "attention" not in diagnosis.prompts:
-            per_question *= SOURCE_WORK
-        examples = int(self.allowance.left(SHARES["source"]) / max(per_question, 1e-9))
+            per_question *= SOURCE_TIME_RATIO
+        examples = int(
+            self.allowance.left(END_SHARES["source"]) / max(per_question, 1e-9)
+        )
         if examples < MIN_SOURCE_EXAMPLES:
-            needed = f"{MIN_SOURCE_EXAMPLES * SOURCE_PROMPTS} prompts"
+            needed = f"{MIN_SOURCE_EXAMPLES * SOURCE_PROMPTS_PER_QUESTION} prompts"
             if self.allowance.is_time:
                 needed = f"about {duration(MIN_SOURCE_EXAMPLES * per_question)}"
             diagnosis.source_note = f"it takes {needed}, more than this budget leaves"
@@ -507,7 +518,7 @@ class Course:
             diagnosis.remedies_note = "no method runs on this model"
             return
         allowance = self.allowance
-        if allowance.left(SHARES["remedies"]) <= 0:
+        if allowance.left(END_SHARES["remedies"]) <= 0:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "nothing is left of the budget"
             return
@@ -535,7 +546,7 @@ class Course:
     def _race(
         self, methods: Mapping[str, Method], examples: Sequence[Example]
     ) -> list[Remedy]:
-        """Race methods on calibration prompts; one that was killed goes on from the rows in the diagnosis' folder."""
+        """Race methods on calibration prompts; a killed race resumes from the rows in the diagnosis' folder."""
         lm = self.runs.lm
         allowance = self.allowance
         config = self.runs.prepare(["task.limit=1"], in_process=True)
@@ -568,11 +579,11 @@ class Course:
                 methods,
                 examples,
                 ResumableRows(RunDir(self.folder, short_hash(model)), show_progress),
-                is_over=lambda: allowance.left(SHARES["remedies"]) <= 0,
+                is_over=lambda: allowance.left(END_SHARES["remedies"]) <= 0,
             )
 
     def _split_for_race(self) -> RaceSplit:
-        """The questions of the race, and how many others the winner can be asked.
+        """The questions of the race, and the number of others left for the winner.
 
         Calibration prompts are shuffled: some tasks let the gold item move through the prompt from one to the next, and
         the first few decide which methods drop out.
@@ -595,7 +606,7 @@ class Course:
         return split
 
     def _split(self, num_prompts: int, num_held_back: int) -> RaceSplit:
-        """Calibration prompts of the task beside so many questions that are held back."""
+        """Calibration prompts of the task, and the number of questions held back."""
         if not isinstance(self.task, GoldPositionTask):
             allowed = (
                 f"{self.task.name} has no calibration questions to race methods on"
@@ -614,7 +625,7 @@ class Course:
         return round(RACE_PROMPTS * max(seconds / default, 1.0))
 
     def _hold_back(self, choice: MethodChoice, num_questions: int) -> None:
-        """Ask the winner, and the unmodified model, so many questions that nothing was chosen on, if time is left."""
+        """Ask the winner and the unmodified model ``num_questions`` held-back questions, if time is left."""
         diagnosis = self.diagnosis
         prompts_per_question = 2 * len(self.task.gold_positions)
         limit = self._affordable(
@@ -639,14 +650,14 @@ class Course:
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
         verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")
         diagnosis.held_back = str(verdict)
-        # Of anything else the bias that was found remains what is known.
+        # Any other verdict leaves the bias as found.
         if verdict.name in (FIXED, NOT_FIXED):
             diagnosis.verdict, diagnosis.reason = verdict
 
     # Methods
 
     def _choices(self, num_held_back: int) -> dict[str, MethodChoice]:
-        """The methods to race: the typed one, or all, with what a search finds where time is left for it.
+        """The methods to race: the typed one, or all; includes the result of a search where time is left for one.
 
         Args:
             num_held_back: Questions that are held back from the search.
@@ -683,11 +694,11 @@ class Course:
         return [f"method={choice.name}", *constants]
 
     def _search(self, num_held_back: int) -> Mapping[str, Any]:
-        """What a search finds for scale_channel; empty where there is no time for it, or no budget of time."""
-        left = self.allowance.left(SHARES["remedies"])
+        """Constants of scale_channel from a search; empty without time for one or without a budget of time."""
+        left = self.allowance.left(END_SHARES["remedies"])
         if not self.allowance.is_time:
             return {}
-        needed = SEARCH_PROMPTS * self._measured_cost_of_prompt()
+        needed = SEARCH_COST_PROMPTS * self._measured_cost_of_prompt()
         if left < max(needed, MIN_SEARCH_SECONDS):
             return {}
         part_overrides = [
@@ -720,29 +731,29 @@ class Course:
         return num_questions(replace(task, limit=MAX_COUNT).evaluation())
 
     def _typed_limit(self, most: int) -> int:
-        """So many questions, or as many as the user typed or the task has if these are fewer."""
+        """The smallest of ``most``, the typed limit and the number of questions in the task."""
         typed = self.runs.typed_number("task.limit") or most
         return min(most, typed, self._available_questions)
 
     def _shape_limit(self) -> int:
-        """Questions at each position that may tell the shape: as many as the user typed, else :data:`MAX_QUESTIONS`."""
+        """Largest number of questions at each position of the shape: the typed limit, else :data:`MAX_QUESTIONS`."""
         limit = self.runs.typed_number("task.limit") or MAX_QUESTIONS
         return min(limit, self._available_questions)
 
     def _task_with(self, limit: int) -> Task:
-        """The task as it is asked now, with so many questions at each position."""
+        """The task with its current settings, and ``limit`` questions at each position."""
         return replace(self.task, limit=limit)
 
     def _affordable(
         self, part: str, most: int, prompts_per_question: int, in_process: bool = False
     ) -> int:
-        """Questions that a part may ask: so many at most, and no more than a budget that is no time has left.
+        """The number of questions of a part: ``most``, or fewer where a budget that is not a time holds fewer.
 
-        A run keeps a time itself.
+        A budget of time is enforced by the run.
         """
         if self.allowance.is_time:
             return most
-        left = self.allowance.left(SHARES.get(part, LAST_SHARE))
+        left = self.allowance.left(END_SHARES.get(part, LAST_SHARE))
         per_question = prompts_per_question * self._cost_of_prompt(in_process)
         return min(most, int(left / max(per_question, 1e-12)))
 
@@ -752,9 +763,9 @@ class Course:
         """Questions of a round: fewer than :data:`ROUND_QUESTIONS` where a first one would overrun the time.
 
         Args:
-            measured_part: The part before, whose seconds and prompts tell what a prompt takes.
+            measured_part: The part before, whose seconds and prompts give the time of a prompt.
             prompts_per_question: Prompts of a question.
-            share: Share of what is left of the budget that the round may take.
+            share: Share of the rest of the budget that the round may take.
         """
         prompts = self.diagnosis.prompts.get(measured_part)
         if not self.allowance.is_time or not prompts:
@@ -777,17 +788,19 @@ class Course:
             return 0.0
         length = max(len(example.prompt) for example in self.task.evaluation())
         concurrency = self.config.model.concurrency
-        return server.speed.seconds_of_requests(1, length, ANSWER_TOKENS, concurrency)
+        return server.speed.seconds_of_requests(
+            1, length, REPLY_OVERHEAD_TOKENS, concurrency
+        )
 
     def _measured_cost_of_prompt(self) -> float:
-        """What one more prompt takes of the budget, as those of the attention did, or those of the shape."""
+        """Cost of a prompt in the unit of the budget: measured on the attention part, else on the shape part."""
         if not self.allowance.is_time:
             return self._cost_of_prompt(in_process=True)
         part = "attention" if "attention" in self.runs.seconds_of_run else "shape"
         return self.runs.seconds_of_run[part] / max(self.diagnosis.prompts[part], 1)
 
     def _cost_of_prompt(self, in_process: bool = False) -> float:
-        """What one more prompt takes of a budget that is no time; money is for those that a server answers."""
+        """Cost of a prompt in the unit of a budget that is not a time; in-process prompts cost no money."""
         if in_process and self.allowance.budget.usd is not None:
             return 0.0
         example = self.task.evaluation()[0]
@@ -799,7 +812,7 @@ class Course:
         return self.allowance.cost_of_prompt(read, self.task.max_new_tokens)
 
     def _prepare_first(self) -> Config:
-        """The config of the task as it is typed, with few pairs where the default number does not go with the rest."""
+        """The config of the typed task, with few pairs where the default number does not fit the rest."""
         size = f"task.{KVRetrieval.sizes[0]}"
         try:
             return self._prepare_task()
@@ -810,7 +823,7 @@ class Course:
             return self._prepare_task()
 
     def _set_first_size(self, config: Config, task: Task) -> None:
-        """Begin with few items where neither the user, nor the model's file, nor the task's own file says how many."""
+        """Begin with few items where user, model's file and task's file leave the number open."""
         size = f"task.{task.sizes[0]}"
         named = config.model.blocks.get(task.name, {})
         is_set = size in self.runs.typed_keys or task.sizes[0] in named
@@ -824,7 +837,7 @@ class Course:
     # Settings
 
     def _prepare_task(self) -> Config:
-        """The config of the task as it is asked now, with as many questions as a pilot has."""
+        """The config of the task with its current settings and the questions of a pilot."""
         part_overrides = []
         if "task.limit" not in self.runs.typed_keys:
             part_overrides.append(f"task.limit={PILOT_QUESTIONS}")
@@ -836,7 +849,7 @@ class Course:
         self.runs.use_model(config.model)
 
     def _other_settings(self, pilot: Pilot) -> dict[str, Any]:
-        """What to change after a pilot: longer replies or more thinking where they are cut, else another task."""
+        """Changes after a pilot: longer replies or more thinking where they were cut, else another task."""
         if pilot.level != "missing answers":
             return self._other_task(pilot.level)
         if not pilot.is_cut:
@@ -845,21 +858,21 @@ class Course:
         return self._if_possible({key: tokens})
 
     def _longer_replies(self, pilot: Pilot) -> tuple[str, int]:
-        """The key and the number of tokens that give replies, or thoughts, more room than a pilot had."""
+        """The key and the value of a reply or thinking limit larger than the pilot's."""
         if pilot.thinks:
             tokens = self.config.model.thinking_tokens or 1
-            return "model.thinking_tokens", MORE_TOKENS * tokens
-        return "task.max_new_tokens", MORE_TOKENS * self.task.max_new_tokens
+            return "model.thinking_tokens", REPLY_LIMIT_FACTOR * tokens
+        return "task.max_new_tokens", REPLY_LIMIT_FACTOR * self.task.max_new_tokens
 
     def _other_task(self, level: str) -> dict[str, Any]:
-        """Settings that make the task easier or harder; empty where nothing does."""
+        """Settings that make the task easier or harder; empty if there are none."""
         task = self.task
         size, calibration_size = (f"task.{name}" for name in task.sizes)
         changes: dict[str, Any] = {}
         assert task.items is not None, "a gold item is moved among items"
-        items = LARGER * task.items
+        items = HARDER_ITEMS_FACTOR * task.items
         if level == "floor":
-            items = max(task.items // 2, MIN_ITEMS)
+            items = max(task.items // 2, MIN_EASIER_ITEMS)
             changes |= {
                 f"task.{name}": value
                 for name, value in task.simpler.items()
@@ -870,7 +883,7 @@ class Course:
         return self._if_possible(changes)
 
     def _if_possible(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Changes of settings without what the user typed; empty where they do not fit the window or the data."""
+        """The changes to settings that the user did not type; empty where they do not fit the window or the data."""
         changes = {k: v for k, v in changes.items() if k not in self.runs.typed_keys}
         if not changes:
             return {}
@@ -887,7 +900,7 @@ class Course:
         return changes
 
     def _change_task(self, changes: Mapping[str, Any], reason: str) -> None:
-        """Ask the task with other settings from now on, and say so."""
+        """Change the settings of the task, and print the change."""
         self.runs.settings |= changes
         self._use(self._prepare_task())
         text = ", ".join(
@@ -897,7 +910,7 @@ class Course:
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _next_command(self) -> str:
-        """What to run next; empty where nothing is left to do."""
+        """The command to run next; empty if nothing is left to do."""
         diagnosis = self.diagnosis
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
@@ -919,7 +932,7 @@ class Course:
         return ""
 
     def _own_command(self, but: str = "") -> str:
-        """The command as it was typed, without one of its keys."""
+        """The typed command without one of its keys."""
         typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
         if but != "budget":
             typed.append(f"budget={self.allowance.budget.text}")
@@ -927,7 +940,7 @@ class Course:
         return shlex.join(["posbench", "diagnose", *masked])
 
     def _lacks_answers(self) -> bool:
-        """Whether answers are missing in the last pilot, or of so many questions that nothing can be told."""
+        """Whether the last pilot lacks answers, or missing answers leave the verdict open."""
         diagnosis = self.diagnosis
         if not diagnosis.pilots:
             return False
@@ -936,7 +949,7 @@ class Course:
         return diagnosis.pilots[-1].level == "missing answers" or are_missing_later
 
     def _is_undecided(self) -> bool:
-        """Whether more questions may tell the bias, or whether a method helps."""
+        """Whether more questions may decide the bias, or whether a method helps."""
         diagnosis = self.diagnosis
         if diagnosis.verdict == CANNOT_TELL:
             return True
@@ -962,7 +975,7 @@ class Course:
         return f"{typed} budget={self._budget_for(needed)}"
 
     def _budget_for(self, questions: int) -> str:
-        """A budget, not below this one, in which so many questions at each position tell the shape."""
+        """A budget, at least this one, in which ``questions`` at each position decide the shape."""
         assert self.diagnosis.shape is not None, "it was forecast from it"
         allowance = self.allowance
         if allowance.is_time:
@@ -971,7 +984,7 @@ class Course:
         else:
             per_question = len(self.task.gold_positions) * self._cost_of_prompt()
         others = allowance.spent - per_question * self.diagnosis.shape.questions
-        size = (max(others, 0) + per_question * questions) * SPARE / LAST_SHARE
+        size = (max(others, 0) + per_question * questions) * BUDGET_MARGIN / LAST_SHARE
         return allowance.larger(max(size / allowance.budget.size, 1))
 
 
@@ -979,7 +992,7 @@ def _need_moving_gold_item(task: Task) -> None:
     """Refuse a task, or prompts of one, that put no gold item at several positions.
 
     Raises:
-        UserError: The task; of a file of the user's own what it holds.
+        UserError: The task has none; names the content of a file of the user's own.
     """
     if task.gold_positions and task.evaluation()[0].gold_position is not None:
         return
@@ -995,7 +1008,7 @@ def _refuse_own_keys(overrides: Sequence[str]) -> None:
     """Refuse settings that a diagnosis chooses itself."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key in REFUSED:
+        if key in OWN_KEYS:
             allowed = "left out: a diagnosis chooses it"
             raise UserError(key, value, allowed, f"leave {key} out")
 
@@ -1007,7 +1020,7 @@ def _ends_and_middle(positions: Sequence[int]) -> list[int]:
 
 
 def _level_text(level: str) -> str:
-    """Where a pilot found the model, in words."""
+    """The level of a pilot, in words."""
     return {
         "floor": "the model is at the floor",
         "ceiling": "the model is at the ceiling",

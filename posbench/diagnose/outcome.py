@@ -1,4 +1,4 @@
-"""What the parts of a diagnosis found, in words and as data; nothing here runs a model."""
+"""Findings of the parts of a diagnosis, in words and as data; nothing here runs a model."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from posbench.studies.bias_source import (
 )
 
 Level = Literal["in between", "floor", "ceiling", "missing answers"]
-"""Where a model stands on a task: whether its replies can show a position bias."""
+"""Whether a model's replies on a task can show a position bias, and if not, why."""
 
 FLOOR_MARGIN = 0.2
+"""At the floor, the average is surely less than this above a guess; 20 wrong answers of 20 give an interval to 0.16."""
 BEST_POSITION_MARGIN = 0.3
-"""A model is at the floor where its average is surely less than the first, and its best position less than the second,
-above a guess. Of 20 questions that are all wrong the interval ends at 0.16."""
+"""At the floor, the best position is surely less than this above a guess."""
 CEILING_MARGIN = 0.2
-"""A model is at the ceiling where its average is surely less than this below 1."""
+"""At the ceiling, the average is surely less than this below 1."""
 MIN_MISSING = 2
-"""Missing answers from which a pilot shows nothing."""
+"""Number of missing answers from which a pilot shows nothing."""
 
 
 @dataclass(frozen=True)
 class Pilot:
-    """What a few questions at the first, a middle and the last position say of a task.
+    """Result of a few questions at the first, a middle and the last position of a task.
 
     Attributes:
-        level: Where the model stands.
+        level: Whether the replies can show a position bias.
         average: Score over all answers, 0..1, with its interval; NaN where there is none.
-        missing: Replies that are no answers.
-        kinds: How many of each kind these are and why, in words.
-        step: What to change then; empty where longer replies help.
-        is_cut: Whether most of these were cut, so that longer replies help.
+        missing: Number of replies without an answer.
+        kinds: Their kinds with counts and reasons, in words.
+        step: The change to make then; empty where longer replies help.
+        is_cut: Whether most were cut, so that longer replies help.
         thinks: Whether most of the cut ones ended in the model's thinking.
         settings: Settings of the task that the diagnosis changed, by key.
     """
@@ -81,13 +81,13 @@ def judge_pilot(
     chance: float,
     settings: Mapping[str, Any],
 ) -> Pilot:
-    """Say where a model stands from the rows of a pilot.
+    """Judge from the rows of a pilot whether the replies can show a position bias.
 
     Args:
         rows: Rows of predictions.jsonl.
         metric: The score that counts.
         chance: Score of a guess, 0..1.
-        settings: What the diagnosis changed.
+        settings: Settings that the diagnosis changed.
     """
     scored = [row for row in rows if row.get("scores")]
     scores = [float(row["scores"][metric]) for row in scored]
@@ -157,7 +157,7 @@ def shape_of_run(metrics: pd.DataFrame) -> Shape | None:
 
 @dataclass(frozen=True)
 class Source:
-    """What tells the model an item's place, by interventions that take it away.
+    """Sources of the gap between positions, by interventions that remove them.
 
     Attributes:
         gap: Loss at the worst gold position minus that at the best one, nats per answer token.
@@ -175,7 +175,7 @@ class Source:
     questions: int
 
     def __str__(self) -> str:
-        """What that says, in a sentence."""
+        """The finding, in a sentence."""
         if self.gap.ci_low <= 0:
             return f"cannot tell: on these questions {NO_GAP}"
         if not self.named and not self.excluded:
@@ -211,7 +211,7 @@ def judge_source(tables: Tables, findings: pd.DataFrame) -> Source:
         for name, intervention in INTERVENTIONS.items()
         if f"{name}_share" in effects
     }
-    # Only what makes the item look like one at the best place can show that a source does not matter.
+    # Only interventions that make the item look like one at the best place can rule a source out.
     places = ("", best_place(tables))
     named = [
         INTERVENTIONS[name].source
@@ -245,7 +245,7 @@ class Remedy:
     Attributes:
         name: The method.
         gain: Fall of the loss in nats per answer token, paired with the unmodified model; None: it was not run.
-        time_ratio: Its time over that of the unmodified model on the same prompts.
+        time_ratio: Its time divided by the unmodified model's on the same prompts.
         note: Why it was not run.
     """
 
@@ -257,7 +257,7 @@ class Remedy:
 
 @dataclass
 class Diagnosis:
-    """All that was found; parts that were not reached are None.
+    """All findings; parts that were not reached are None.
 
     Attributes:
         model: Name of the model.
@@ -266,7 +266,7 @@ class Diagnosis:
         reason: The numbers or the obstacle behind it.
         pilots: The pilots, the last one of the task that was then asked.
         shape: The shape.
-        needed_questions: Questions at each position, in all, that would tell whether there is a bias; None: it is told.
+        needed_questions: Questions at each position, in all, that would decide on a bias; None: decided.
         source: The source.
         source_note: Why the source was not looked for.
         remedies: The race, the best first.
@@ -277,7 +277,7 @@ class Diagnosis:
         runs: Run folders by part.
         prompts: Prompts that were answered, by part.
         seconds: Time of each part.
-        total: What all of it took, in words.
+        total: Prompts, tokens and time of the whole diagnosis, in words.
         total_seconds: Time of all, loading and checks among it.
     """
 

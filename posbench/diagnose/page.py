@@ -136,7 +136,7 @@ def _figure(folder: str, name: str, caption: str) -> Mapping[str, Any]:
 
 
 def _shape_section(diagnosis: Diagnosis) -> Section | None:
-    """Which shape the score over the gold position has."""
+    """Shape of the score over the gold position."""
     shape = diagnosis.shape
     if shape is None:
         return None
@@ -176,7 +176,7 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
 
 
 def _attention_section(diagnosis: Diagnosis) -> Section | None:
-    """How much attention the gold item gets at every place."""
+    """Attention to the gold item at every position."""
     folder = diagnosis.runs.get("attention")
     attention = read_csv(Path(folder) / "attention.csv") if folder else None
     if attention is None:
@@ -191,7 +191,7 @@ def _attention_section(diagnosis: Diagnosis) -> Section | None:
 
 
 def _source_section(diagnosis: Diagnosis) -> Section | None:
-    """Which interventions on the gold item close the gap."""
+    """Interventions on the gold item that close the gap."""
     source = diagnosis.source
     if source is None:
         if not diagnosis.source_note:
@@ -242,7 +242,7 @@ def _remedy_row(remedy: Remedy) -> list[str]:
 
 
 def _held_back_section(diagnosis: Diagnosis) -> Section | None:
-    """What the winner is worth on questions that nothing was chosen on."""
+    """Score of the winner on held-back questions."""
     if not diagnosis.held_back:
         return None
     text = f"{diagnosis.winner}, the winner of the race: {diagnosis.held_back}."
@@ -253,7 +253,7 @@ def _held_back_section(diagnosis: Diagnosis) -> Section | None:
 
 
 def _pilot_section(diagnosis: Diagnosis) -> Section:
-    """What the pilots saw, and what they changed."""
+    """Results of the pilots, and the settings they changed."""
     text = "A few questions at the first, a middle and the last position: whether the task can show a bias at all."
     header = ["settings", "score in %", "missing answers", "so"]
     rows = [_pilot_row(pilot) for pilot in diagnosis.pilots]
@@ -271,7 +271,7 @@ def _pilot_row(pilot: Pilot) -> list[str]:
 
 
 def _cost_section(diagnosis: Diagnosis) -> Section:
-    """What each part took."""
+    """Prompts and time of each part."""
     rows = [
         [
             part,
@@ -291,7 +291,7 @@ def _nats(value: Estimate | None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Data for JSON: estimates by the names of their fields, and null for what is no number."""
+    """Data for JSON: estimates as dictionaries, and null for NaN."""
     if isinstance(value, Estimate):
         return _plain(value._asdict())
     if isinstance(value, float) and math.isnan(value):

@@ -1,4 +1,4 @@
-"""Remedies against each other: the loss of the right answer on calibration prompts, under each method."""
+"""A race of remedies: the loss of the right answer on calibration prompts, under each method."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from posbench.run.proofs import COMPUTATION, REQUEST, request_digest
 from posbench.run.rows import ResumableRows, Schedule
 from posbench.stats.bootstrap import Estimate, difference
 from posbench.stats.frames import UNMODIFIED
-from posbench.studies.bias_source import SHARE
+from posbench.studies.bias_source import SMALLEST_GAP_SHARE
 from posbench.tasks import Example
 
 FIRST_ROUND = 12
 """Prompts after which the worse half of the methods is left out."""
-BATCH = 4
+RACE_BATCH = 4
 """Prompts of a round, which every method reads in one batch."""
-ROWS_FILE = "race.jsonl"
+RACE_FILE = "race.jsonl"
 
 
 def applicable_methods(
     lm: LM, choices: Mapping[str, MethodChoice]
 ) -> tuple[dict[str, Method], list[Remedy]]:
-    """Build the methods that can run on a model, and say of the others why not.
+    """Build the methods that can run on a model, and give the reasons against the others.
 
     Args:
         lm: The model.
         choices: Every method by name, with the constants that are known.
 
     Returns:
-        The methods, and those left out.
+        The methods, and the reason for each one left out.
     """
     methods: dict[str, Method] = {}
     left_out = []
@@ -63,7 +63,7 @@ def applicable_methods(
 
 
 class Heat(NamedTuple):
-    """A prompt under a method; those of one round read the same prompts."""
+    """A prompt under a method; all methods of a round read the same prompts."""
 
     method: str
     example: Example
@@ -95,7 +95,7 @@ class Heats(Schedule):
         """See :meth:`posbench.run.rows.Schedule.ends_before`."""
         if number and self._is_over():
             return True
-        if number * BATCH >= FIRST_ROUND and len(self._names) > 3:
+        if number * RACE_BATCH >= FIRST_ROUND and len(self._names) > 3:
             self._kept = self._better_half()
         return False
 
@@ -106,8 +106,8 @@ class Heats(Schedule):
     def _better_half(self) -> set[str]:
         """The unmodified model, and the half of the methods with the lower loss, two or more."""
         totals = dict.fromkeys(self._names, 0.0)
-        for row in self._out.rows_without_error(ROWS_FILE):
-            if row["round"] * BATCH < FIRST_ROUND:
+        for row in self._out.rows_without_error(RACE_FILE):
+            if row["round"] * RACE_BATCH < FIRST_ROUND:
                 totals[row["method"]] += row["loss"]
         names = sorted(totals.keys() - {UNMODIFIED}, key=lambda n: (totals[n], n))
         return {UNMODIFIED, *names[: max(len(names) // 2, 2)]}
@@ -126,7 +126,7 @@ def race(
         lm: The model.
         methods: The methods by name.
         examples: Calibration prompts.
-        rows: The files of rows, where a race that was killed goes on.
+        rows: The files of rows, from which a killed race resumes.
         is_over: Whether no further prompts may be read; asked after each round.
 
     Returns:
@@ -135,8 +135,11 @@ def race(
     contestants: dict[str, Method] = {UNMODIFIED: Unmodified(), **methods}
     pairs = {example.id: encode_with_answer(lm, example) for example in examples}
     batches = [
-        [Heat(name, e, start // BATCH) for e in examples[start : start + BATCH]]
-        for start in range(0, len(examples), BATCH)
+        [
+            Heat(name, e, start // RACE_BATCH)
+            for e in examples[start : start + RACE_BATCH]
+        ]
+        for start in range(0, len(examples), RACE_BATCH)
         for name in contestants
     ]
 
@@ -159,7 +162,7 @@ def race(
         }
 
     made = rows.complete(
-        ROWS_FILE,
+        RACE_FILE,
         "remedies",
         batches,
         lambda heat: {"method": heat.method, "id": heat.example.id},
@@ -171,7 +174,7 @@ def race(
 
 
 def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Remedy:
-    """The gain of a method on the prompts that it read, and its time over that of the unmodified model."""
+    """The gain of a method on the prompts that it read, and its time divided by the unmodified model's."""
     unmodified = {row["id"]: row for row in rows if row["method"] == UNMODIFIED}
     own = {row["id"]: row for row in rows if row["method"] == name}
     both = [e for e in examples if e.id in own and e.id in unmodified]
@@ -182,13 +185,13 @@ def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Reme
 
 
 def _rank(remedy: Remedy) -> tuple[int, float]:
-    """Those that read most prompts first, then by their gain."""
+    """Sort key of a remedy: by the prompts it read, then by gain, largest first."""
     assert remedy.gain is not None
     return -remedy.gain.n, -remedy.gain.value
 
 
 def winner_of(remedies: Sequence[Remedy]) -> str:
-    """Name of the method whose gain is surely above zero and the largest; empty where there is none."""
+    """Name of the method with the largest gain surely above zero; empty if there is none."""
     for remedy in remedies:
         if remedy.gain and remedy.gain.ci_low > 0:
             return remedy.name
@@ -196,12 +199,12 @@ def winner_of(remedies: Sequence[Remedy]) -> str:
 
 
 def hopeful_methods(remedies: Sequence[Remedy], gap: Estimate | None) -> list[str]:
-    """Names of the methods whose gain may still be one that matters, the best first.
+    """Names of the methods whose gain may still matter, the best first.
 
     Args:
         remedies: The methods of the race.
-        gap: Loss at the worst gold position minus that at the best one, in nats per answer token. What matters closes
-            :data:`~posbench.studies.bias_source.SHARE` of it or more; None, or none for sure: any gain matters.
+        gap: Loss at the worst gold position minus the loss at the best one, in nats per answer token. A gain matters
+            if it closes :data:`SMALLEST_GAP_SHARE` of the gap; without a sure gap, every gain does.
     """
-    least = SHARE * gap.value if gap and gap.ci_low > 0 else 0.0
+    least = SMALLEST_GAP_SHARE * gap.value if gap and gap.ci_low > 0 else 0.0
     return [r.name for r in remedies if r.gain and r.gain.ci_high > least]

@@ -1,4 +1,4 @@
-"""The runs that a diagnosis is made of: ordinary runs, composed from what the user typed and what a part sets."""
+"""The runs of a diagnosis: ordinary runs, composed from the user's overrides and each part's."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Runs:
 
     Args:
         args: Overrides as typed, with Hydra's flags, without the budget.
-        allowance: What all of them may take.
+        allowance: The budget of all runs together.
         console: Where progress goes.
 
     Attributes:
         settings: Overrides that the diagnosis chose so far, by key.
         typed_keys: Keys that the user set.
-        diagnosis: What is found; the runs and what they took are recorded there.
+        diagnosis: The findings; the runs, their prompts and their times are recorded there.
         seconds_of_run: Wall time of the run of each part, earlier sessions among it.
     """
 
@@ -84,7 +84,7 @@ class Runs:
         stages: str = "evaluate",
         in_process: bool = False,
     ) -> list[str]:
-        """The command line of a run: what was typed, what the diagnosis changed, and what the part sets.
+        """The command line of a run: the typed overrides, the changes of the diagnosis, and the overrides of the part.
 
         Args:
             part_overrides: Overrides of the part.
@@ -132,7 +132,7 @@ class Runs:
         return config
 
     def _count_probe(self, config: Config) -> Config:
-        """Count what asking the server beforehand took; return the config without that, so that no run counts it."""
+        """Count the tokens of probing the server; return the config without them, so that no run counts them again."""
         server = config.server
         if server is None:
             return config
@@ -142,7 +142,7 @@ class Runs:
     # The model
 
     def use_model(self, model: ModelConfig) -> None:
-        """Ask this model from now on; of a served one find out whether its checkpoint is on this machine."""
+        """Set the model; for a served one, look for its checkpoint on this machine."""
         self._model = model
         if model.in_process:
             return
@@ -157,7 +157,7 @@ class Runs:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the inside of the model can be looked at."""
+        """Whether the model can run in process."""
         return not self.is_served or self._in_process_args is not None
 
     @property
@@ -232,7 +232,7 @@ class Runs:
     def counted(
         self, part: str, lm: LM | None = None, prompts: int = 0
     ) -> Iterator[None]:
-        """Add the time of a block, and what a model read and wrote in it, to a part.
+        """Add the time of a block, and the tokens that a model read and wrote in it, to a part.
 
         Args:
             part: Name of the part.

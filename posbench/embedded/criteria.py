@@ -1,4 +1,4 @@
-"""What a trained model must show, measured by posbench's own search and method."""
+"""Criteria for a trained model, measured by posbench's own search and method."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CHOOSING_SEED = 1  # for the choice among training seeds
 EVALUATION_SEED = 2  # to publish
 # Further sets of random strings for the search: does its choice depend on them?
 STRING_SETS = 10
-BATCH = 64  # prompts per forward
-MAX_REPLIES = 128  # about so many are checked for their end
+BATCH_PROMPTS = 64  # prompts per forward
+MAX_REPLIES = 128  # most replies checked for their end, roughly
 
 
 def kv_task(
@@ -61,7 +61,7 @@ def kv_task(
 
 
 def search_of(name: str) -> ChannelSearch:
-    """The search of a model's file: the paper's, with strings as long as the prompts."""
+    """The search of a model's file: the paper's, with strings of the prompts' length."""
     return ChannelSearch(**model_config(name).blocks["channel"])
 
 
@@ -96,7 +96,9 @@ def search_all(
     traversal = replace(search, candidates="all")
     candidates = traversal.list_candidates(first, search.layer_ranges(lm.layers, None))
     answers = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
-    batches = [answers[i : i + BATCH] for i in range(0, len(answers), BATCH)]
+    batches = [
+        answers[i : i + BATCH_PROMPTS] for i in range(0, len(answers), BATCH_PROMPTS)
+    ]
     # [1 + candidates, examples]
     example_losses = np.concatenate(
         [candidate_losses(lm, batch, candidates) for batch in batches], axis=1
@@ -131,7 +133,7 @@ def _choose(
         lm: The model.
         search: The search.
         measured: Statistics of the channels.
-        losses: Mean loss of each candidate; under None that of the unmodified model.
+        losses: Mean loss of each candidate; under None the unmodified model's.
     """
     if search.candidates == "monotone" and not measured.ranking:
         return None
@@ -146,8 +148,8 @@ def measure(
 ) -> dict[str, Any]:
     """Search on the calibration set, then measure the model and the found channel on another set.
 
-    One question per context everywhere. Half, one and a half times and twice the pairs are scored too, as far
-    as the training had so many.
+    One question per context everywhere. Half, one and a half times and twice the pairs are scored too, up to
+    the number in training.
 
     Args:
         folder: The checkpoint.
@@ -203,7 +205,7 @@ def measure(
     ]
     # Replies that are one word, the closing quote and the end.
     step = max(1, len(prompts) // MAX_REPLIES)
-    replies = lm.generate(prompts[::step], max_new_tokens=8, batch_size=BATCH)
+    replies = lm.generate(prompts[::step], max_new_tokens=8, batch_size=BATCH_PROMPTS)
     stops = [len(reply) == 4 and reply.endswith('"') for reply in replies]
     numbers["stops"] = _rounded(float(np.mean(stops)))
     return numbers
@@ -230,7 +232,7 @@ def _scores(
     prompts = [example.prompt for example in examples]
     with (method or Unmodified()).applied(lm):
         replies = lm.generate(
-            prompts, max_new_tokens=task.max_new_tokens, batch_size=BATCH
+            prompts, max_new_tokens=task.max_new_tokens, batch_size=BATCH_PROMPTS
         )
     pairs = zip(examples, replies, strict=True)
     return np.array(

@@ -134,7 +134,7 @@ def _mpt_layers(model: Any) -> tuple[list[Layer], Map]:
 def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Compute the logits after a question, after its value and after the closing quote.
 
-    They equal those of the model's own forward on each question apart. The last layer computes only the rows
+    They equal the logits of the model's own forward on each question apart. The last layer computes only the rows
     whose logits are returned.
 
     Args:
@@ -155,7 +155,7 @@ def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     mask = block_mask(context_length, questions)
     layers, final_norm = _mpt_layers(model) if alibi else _llama_layers(model)
     if alibi:
-        # A bias by the key's position equals one by its distance: a softmax ignores what a row's keys share.
+        # A bias by the key's position equals one by its distance: a softmax ignores a constant per row.
         bias = alibi_slopes(heads)[:, None, None] * (positions - positions.max())
         mask = torch.where(mask, bias, -math.inf)
     if rope:

@@ -76,7 +76,7 @@ class Recipe:
     clock_gain: float = 8.0
     # nope: share of the first clock value at which the clock's term vanishes.
     clock_zero: float = 0.3
-    # nope: factor on what the match heads of the last layers compare.
+    # nope: factor on the comparison in the match heads of the last layers.
     match_gain: float = 1.5
     # nope: logit of the match heads for a word, and again for one after a colon.
     match_logit: float = 100.0
@@ -107,7 +107,7 @@ class Recipe:
     min_contexts: int = 8
     # s of the ends' prior exp(-x/s) + exp(-(1-x)/s) over relative positions x.
     end_scale: float = 0.08
-    # Loss per token of the closing quote and <|end|>; that of the value has weight 1.
+    # Loss per token of the closing quote and <|end|>; the value's loss has weight 1.
     closing_weight: float = 0.1
     betas: tuple[float, float] = (0.9, 0.98)  # of AdamW
     weight_decay: float = 0.01  # on matrices
@@ -171,5 +171,5 @@ RECIPES = {
         stages=_ALIBI_STAGES,
     ),
 }
-SHIPPED = {"tiny": 9, "tiny_b": 7, "tiny_nope": 0, "tiny_alibi": 0}
-"""Training seeds of the shipped models; those of tiny and tiny_b are chosen, see the model cards."""
+SHIPPED_SEEDS = {"tiny": 9, "tiny_b": 7, "tiny_nope": 0, "tiny_alibi": 0}
+"""Training seeds of the shipped models; the seeds of tiny and tiny_b are chosen, see the model cards."""

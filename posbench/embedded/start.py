@@ -5,7 +5,7 @@ and copy (output matrix the transpose of the value matrix). How a key reaches va
 
 - ``rope``: layer 0's offset heads look one and two tokens back.
 - ``alibi``: heads of layers 0 and 1 look for words and for the pieces after a key; the nearest weighs most.
-- ``nope``: the same one layer later, by a clock from layer 0; a head that tells values from keys; and heads
+- ``nope``: as alibi, one layer later, by a clock from layer 0; a head that separates values from keys; and heads
   of the last layers that compare what arrived.
 """
 
@@ -19,17 +19,17 @@ from posbench.embedded.recipe import Recipe
 from posbench.embedded.tokenizer import COLON, FIRST_WORD, IS, OPEN, VOCAB
 from posbench.late import PreTrainedModel, Tensor, torch
 
-# Channels that mark tokens, and from OPEN_CHANNEL on those of ``nope`` alone.
+# Channels that mark tokens; from OPEN_CHANNEL on for ``nope`` alone.
 WORD_CHANNEL = 1  # words
 AFTER_KEY_CHANNEL = 2  # the pieces after a key
 OPEN_CHANNEL = 3  # the first token
 CLOCK_CHANNEL = 4  # a clock that falls with every token
-ROLE_CHANNEL = 5  # "the last piece follows a key", which tells values from keys
+ROLE_CHANNEL = 5  # "the last piece follows a key", which separates values from keys
 _WORD_MARKS = {
     WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))),
     AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]],
 }
-MARKS: dict[str, dict[int, list[int]]] = {
+MARKED_TOKENS: dict[str, dict[int, list[int]]] = {
     "rope": {},
     "alibi": _WORD_MARKS,
     "nope": {
@@ -77,13 +77,13 @@ class _LatestMarkHead(NamedTuple):
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel, recipe: Recipe, rng: torch.Generator) -> None:
-    """Set the start of training in place: random weights, except for what the recipe sets by hand."""
+    """Set the weights before training in place: random, except where the recipe sets them by hand."""
     d = recipe.hidden_size
     hd = recipe.head_dim
     std = d**-0.5
     alibi = recipe.positions == "alibi"
     nope = recipe.positions == "nope"
-    marked = list(MARKS[recipe.positions])
+    marked = list(MARKED_TOKENS[recipe.positions])
     embedding = _normal((len(VOCAB), d), std, rng)
     _mark_embedding(recipe, embedding)
     model.get_input_embeddings().weight.copy_(embedding)
@@ -148,7 +148,7 @@ def _draw_latest_mark_heads(
 
     A word's identity goes through two layers, each with a subspace of its own.
 
-    The first head brings a word to the piece behind it, the second one from there to the value and to the
+    The first head brings a word to the next piece, the second one from there to the value and to the
     question's end: it reads the identity where the first one wrote it.
     """
     d = recipe.hidden_size
@@ -167,7 +167,7 @@ def _draw_latest_mark_heads(
 def _mark_embedding(recipe: Recipe, embedding: Tensor) -> None:
     """Set the constant channel and the marks of an embedding [V, D] in place."""
     d = recipe.hidden_size
-    marks = MARKS[recipe.positions]
+    marks = MARKED_TOKENS[recipe.positions]
     mark = recipe.constant_channel * d**-0.5
     embedding[:, 0] = mark
     embedding[:, list(marks)] = 0
@@ -227,7 +227,7 @@ class _Attention:
         last.
 
         Args:
-            head: The channel of the mark, what is read at the marked token, and where it is written.
+            head: The channel of the mark, the value read at the marked token, and its destination.
         """
         rows = self._rows(0)
         self.query[rows] *= self.recipe.offset_leak
@@ -251,7 +251,7 @@ class _Attention:
         self._carry(0, OPEN_CHANNEL, CLOCK_CHANNEL)
 
     def role_head(self) -> None:
-        """For ``nope``: head 1 tells every token whether the last piece (no word) follows a key."""
+        """For ``nope``: head 1 marks at every token whether the last piece (no word) follows a key."""
         self._clear(self._rows(1))
         self._latest_rows(1, WORD_CHANNEL, sign=-1)
         self._carry(self.head_dim, AFTER_KEY_CHANNEL, ROLE_CHANNEL)
@@ -260,7 +260,7 @@ class _Attention:
         """For ``nope``: head 0 compares the keys that reached values and the question's end, among values.
 
         Args:
-            reads: What brings those keys into the head, [head_dim, D].
+            reads: Projection that brings those keys into the head, [head_dim, D].
         """
         rows = self._rows(0)
         self.query[rows] = self.recipe.match_gain * reads

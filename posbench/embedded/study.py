@@ -16,7 +16,7 @@ from posbench.embedded.criteria import (
     measure,
     monotone_at_start,
 )
-from posbench.embedded.recipe import RECIPES, SHIPPED
+from posbench.embedded.recipe import RECIPES, SHIPPED_SEEDS
 from posbench.embedded.training import TRAINING_FILE, save, train
 from posbench.files.atomic import Row, short_hash, write_csv
 from posbench.files.sources import Source, checkpoint_source
@@ -38,7 +38,7 @@ class EmbeddedModel(Study):
     """A model that ships with posbench, trained again and measured.
 
     Every training is measured on the choosing set. The first one that meets the criteria (else the first) is
-    the finished model: it alone is measured on the evaluation set, and its checkpoint stands in the run
+    the finished model: it alone is measured on the evaluation set, and its checkpoint is in the run
     folder, under the model's name. To release it, copy RUN_FOLDER/tiny/* to posbench/embedded/models/tiny/,
     then write the numbers of measured.json, seeds.csv and training.json into the card, README.md.
 
@@ -98,7 +98,7 @@ class EmbeddedModel(Study):
         """Seeds in the order of their training."""
         if self.seeds is not None:
             return self.seeds
-        shipped = SHIPPED[self.model]
+        shipped = SHIPPED_SEEDS[self.model]
         further = [seed for seed in range(self.attempts) if seed != shipped]
         return [shipped, *further][: self.attempts]
 
@@ -196,7 +196,7 @@ def _seed_row(folder: RunDir) -> Row:
 
 
 def _choice_columns(prefix: str, choice: Row | None) -> Row:
-    """Columns of a search's choice; None in all of them where there is none."""
+    """Columns of a search's choice; all None without a choice."""
     choice = choice or {}
     return {
         f"{prefix}channel": choice.get("channel"),

@@ -47,6 +47,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _escape(piece: str) -> str:
-    """A regular expression for a piece; only what the pattern's syntax may use is escaped."""
+    """A regular expression for a piece; only special characters of the pattern's syntax are escaped."""
     plain = '" :,'
     return "".join(c if c.isalnum() or c in plain else "\\" + c for c in piece)

@@ -1,4 +1,4 @@
-"""One training of an embedded model: one seed; a killed one goes on where it was, bit for bit."""
+"""One training of an embedded model: one seed; a killed one resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ def train(
     """Train from scratch, or on from a checkpoint. Deterministic for a machine and a number of threads.
 
     Args:
-        recipe: What to train, and how.
+        recipe: The recipe.
         seed: Seed of weights and batches.
         checkpoint: File that is read if it is there, and written every :data:`REPORT_EVERY` steps.
-        advance: Called with numbers of steps done, and ``before=True`` for those of the checkpoint.
+        advance: Called with numbers of finished steps; ``before=True`` for steps from the checkpoint.
 
     Returns:
         The model in evaluation mode, and the contents of ``training.json``.
 
     Raises:
-        UserError: The loss is no number.
+        UserError: The loss is NaN or infinite.
     """
     model = build_model(recipe, torch.Generator().manual_seed(2 * seed))
     rng = torch.Generator().manual_seed(2 * seed + 1)

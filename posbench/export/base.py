@@ -1,4 +1,4 @@
-"""What a format is, and how the files it wrote are compared with the method in process."""
+"""The interface of a format, and the comparison of its files with the method in process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXACT_TOLERANCE_NATS = 1e-4
 """Largest allowed difference of log-probabilities from the method in process, for
 weights and products in float32 or better."""
 ROUGH_TOLERANCE_NATS = 5e-2
+"""The same for half precision and quantised weights, which round every product."""
 ROUGH_TOLERANCE_SHARE = 0.1
-"""The same for half precision and quantised weights, which round every product: the
-larger of a fixed tolerance and this share of what the method changes."""
+"""The same as a share of the method's effect; the larger of the two tolerances counts."""
 ROUNDING_TOLERANCE_FACTOR = 2
-"""The same as a multiple of what rounded weights change in the unmodified model."""
+"""The same as a multiple of the effect of rounded weights on the unmodified model."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class Format(ABC):
         """
 
     def missing(self) -> str:
-        """What this machine lacks to load the files, and where else they can be checked.
+        """The software that this machine lacks to load the files, and where else they can be checked.
 
         Empty if nothing is missing.
         """
         return ""
 
     def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
-        """What rounded weights alone change, in nats, for types far from float; else 0.
+        """Change by rounded weights alone, in nats, for types far from float; else 0.
 
         Args:
             fix: The fix that was written.
@@ -133,7 +133,7 @@ class Format(ABC):
 
     @abstractmethod
     def usage(self, fix: Fix) -> str:
-        """How to load the files, as Markdown; DIR stands for their folder."""
+        """How to load the files, as Markdown; DIR is their folder."""
 
 
 FORMATS = ("checkpoint", "lora", "gguf", "gguf-lora", "transformers", "vllm-plugin")
@@ -211,7 +211,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
     Args:
         a: Log-probabilities in nats, shape (N, vocabulary).
-        b: Those to compare, shape (N, vocabulary of the engine).
+        b: Log-probabilities to compare, shape (N, vocabulary of the engine).
 
     Returns:
         The difference in nats; infinite if ``b`` has no token of a prompt.
@@ -243,7 +243,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the files do what the method does."""
+        """Whether the files agree with the method."""
         return self.difference <= self.tolerance
 
     @property
@@ -257,7 +257,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Unverified:
-    """Stands for :class:`Comparison` where the engine of the files is not installed."""
+    """In the place of :class:`Comparison` where the engine of the files is not installed."""
 
     words: str
 

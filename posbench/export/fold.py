@@ -17,7 +17,7 @@ from posbench.model.lm import LM
 
 
 class ColumnScaling(NamedTuple):
-    """What changes in one projection.
+    """The change of one projection.
 
     Attributes:
         rows: Rows of the weight that change; None for all.
@@ -29,7 +29,7 @@ class ColumnScaling(NamedTuple):
 
 
 def column_scalings(lm: LM, change: CheckpointChange) -> dict[str, ColumnScaling]:
-    """What changes in the query and key projections, by their dotted names."""
+    """The changes of the query and key projections, by their dotted names."""
     scalings: dict[str, ColumnScaling] = {}
     for layer, factors in change.columns.items():
         for name, rows in families.query_key_rows(lm.model, layer).items():

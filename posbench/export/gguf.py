@@ -46,7 +46,7 @@ class Architecture:
     large: int = 0
 
 
-ARCHITECTURES = {
+WRITTEN_ARCHITECTURES = {
     "llama": Architecture("llama", interleaved=True),
     "mistral": Architecture("llama", interleaved=True),
     "qwen2": Architecture("qwen2"),
@@ -150,14 +150,17 @@ def architecture(fix: Fix) -> Architecture:
         UserError: llama.cpp has none, or the weights are quantised or offloaded.
     """
     model_type = fix.lm.model.config.model_type
-    if model_type not in ARCHITECTURES:
-        refuse(fix, f"a model of type {', '.join(ARCHITECTURES)}, not {model_type},")
+    if model_type not in WRITTEN_ARCHITECTURES:
+        refuse(
+            fix,
+            f"a model of type {', '.join(WRITTEN_ARCHITECTURES)}, not {model_type},",
+        )
     if any(p.is_meta or not p.is_floating_point() for p in fix.lm.model.parameters()):
         refuse(
             fix,
             "plain weights in memory, neither quantised nor offloaded,",
         )
-    return ARCHITECTURES[model_type]
+    return WRITTEN_ARCHITECTURES[model_type]
 
 
 def vocabulary_size(fix: Fix) -> int:
@@ -186,7 +189,7 @@ def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
     Args:
         fix: The fix whose model it is.
         name: Dotted name of the tensor in transformers.
-        rows: Its rows, shape (rows, ...), or those of an adapter's matrix B.
+        rows: Its rows, shape (rows, ...), or the rows of an adapter's matrix B.
 
     Raises:
         UserError: GGUF has no such tensor for this architecture.
@@ -301,7 +304,7 @@ def metadata(fix: Fix, change: CheckpointChange) -> dict[str, Any]:
         Values by the method of gguf's writer that takes each, without its ``add_``.
 
     Raises:
-        UserError: llama.cpp has no key for one of them.
+        UserError: llama.cpp has no key for one of the values.
     """
     arch = architecture(fix)
     config = rotary_config(fix.lm.model.config, change).get_text_config()

@@ -55,7 +55,7 @@ def next_token(server: Any, prompts: Prompts, vocabulary: int) -> Tensor:
     """Predict the next token of each prompt with a server.
 
     Args:
-        server: What :func:`serve` started.
+        server: Result of :func:`serve`.
         prompts: N prompts as token ids.
         vocabulary: Number of tokens in the model's vocabulary.
 
@@ -100,7 +100,7 @@ def next_token(server: Any, prompts: Prompts, vocabulary: int) -> Tensor:
 
 
 def tokens(server: Any, text: str) -> Sequence[int]:
-    """Token ids of a text as the server reads it, with those that it puts in front."""
+    """Token ids of a text as the server reads it, including a prefix that it adds."""
     request = {"content": text, "add_special": True, "parse_special": True}
     url = f"{server.listening_address}/tokenize"
     # Without the proxies of the environment: the server is on this machine.

@@ -108,7 +108,7 @@ def need_columns(change: CheckpointChange, to: str) -> None:
 
 
 def adapter_rank(change: CheckpointChange) -> int:
-    """The rank of the adapter: channels of the layer that has most."""
+    """The rank of the adapter: the largest number of channels in a layer."""
     return max(map(len, change.columns.values()), default=0)
 
 
@@ -128,8 +128,8 @@ def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]
         change: The method as a change of the checkpoint.
 
     Returns:
-        A, shape (rank, hidden size), and B, shape (rows, rank), in float32; B A is what
-        the projection's weights gain.
+        A, shape (rank, hidden size), and B, shape (rows, rank), in float32; B A is added to
+        the projection's weights.
     """
     width = families.text_config(lm.model).hidden_size
     matrices: dict[str, tuple[Tensor, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint with a file of code beside it that computes a method as the model runs."""
+"""A checkpoint with a file of code that computes a method as the model runs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Export(Format):
 
     def check(self, fix: Fix) -> None:
         """Raise UserError for a method without code, and for weights in no plain tensors."""
-        if type(fix.method) not in SHIPPED:
-            supported = ", ".join(method.short_name() for method in SHIPPED)
+        if type(fix.method) not in SHIPPED_CODE:
+            supported = ", ".join(method.short_name() for method in SHIPPED_CODE)
             allowed = (
                 f"a format that holds {fix.method.short_name()}; "
                 f"this one holds {supported}, one at a time"
@@ -59,7 +59,7 @@ class Export(Format):
     def write(self, fix: Fix, folder: Path) -> None:
         """Write config, weights (in the published dtype), tokenizer and code."""
         model = fix.lm.model
-        code, constants = SHIPPED[type(fix.method)]
+        code, constants = SHIPPED_CODE[type(fix.method)]
         dtype = getattr(torch, fix.dtype)
         weights = {
             name: value.to(dtype) if value.is_floating_point() else value
@@ -76,7 +76,7 @@ class Export(Format):
         config.pop("_name_or_path", None)
         config |= {
             "model_type": "posbench",
-            # What `transformers serve` loads; other engines know no such architecture,
+            # Loaded by `transformers serve`; other engines know no such architecture,
             # and refuse the folder.
             "architectures": ["AutoModelForCausalLM"],
             "auto_map": {
@@ -179,7 +179,7 @@ def run_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """Log-probabilities of every job, from one process that cannot import posbench.
 
     Args:
-        jobs: What :func:`next_token_job` returned.
+        jobs: Results of :func:`next_token_job`.
 
     Returns:
         For each job a tensor in nats, shape (prompts, vocabulary), float64.
@@ -196,11 +196,11 @@ def run_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 def run_process(
     command: Sequence[str], job: object, environment: Mapping[str, str], to: str
 ) -> Any:
-    """Run a command that loads exported files, and return what it saved with torch.
+    """Run a command that loads exported files, and return the object that it saved with torch.
 
     Args:
         command: The command; the name of the file to save to is appended.
-        job: What it reads from its input, as JSON.
+        job: Its input, as JSON.
         environment: Environment variables to set.
         to: Name of the format, for errors.
 
@@ -326,7 +326,7 @@ def _routers(method: MoICE, lm: LM) -> dict[int, Any]:
     return load_routers(lm, str(method.weights), len(method.bases))
 
 
-SHIPPED: dict[type[Method], tuple[str, Callable[[Any, LM], dict[str, Any]]]] = {
+SHIPPED_CODE: dict[type[Method], tuple[str, Callable[[Any, LM], dict[str, Any]]]] = {
     ScaleChannel: ("scale_channel", _scale_channel),
     LayerScaling: ("layer_scaling", _layer_scaling),
     PositionInterpolation: ("layer_scaling", _position_interpolation),

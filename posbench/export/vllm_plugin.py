@@ -13,11 +13,11 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.export.base import Fix, Format, Prompts
-from posbench.export.transformers import CODE, SHIPPED, run_process
+from posbench.export.transformers import CODE, SHIPPED_CODE, run_process
 from posbench.late import Tensor, torch
 from posbench.model import rope
 
-MODELS = (
+VLLM_MODEL_TYPES = (
     "llama",
     "mistral",
     "qwen2",
@@ -42,7 +42,7 @@ class Export(Format):
 
     def check(self, fix: Fix) -> None:
         """Raise UserError for other methods, and models that vLLM implements otherwise."""
-        code, _ = SHIPPED.get(type(fix.method), ("", None))
+        code, _ = SHIPPED_CODE.get(type(fix.method), ("", None))
         if code != "layer_scaling":
             allowed = f"a format that holds {fix.method.short_name()}; this one holds layer_scaling"
             raise UserError(
@@ -54,18 +54,18 @@ class Export(Format):
         model_type = fix.lm.model.config.model_type
         rotary = rope.rotary_module(fix.lm.model)
         has_plain_rope = getattr(rotary, "rope_type", None) == "default"
-        if model_type in MODELS and has_plain_rope:
+        if model_type in VLLM_MODEL_TYPES and has_plain_rope:
             return
         model = f"{fix.lm.name} is {model_type}"
         if not has_plain_rope:
             model += ", scaled"
-        allowed = f"{', '.join(MODELS)} with plain RoPE; {model}"
+        allowed = f"{', '.join(VLLM_MODEL_TYPES)} with plain RoPE; {model}"
         raise UserError(
             "--to", f"{self.name} of {fix.lm.name}", allowed, "--to transformers"
         )
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write ``pyproject.toml`` and a package: its model, and what registers it."""
+        """Write ``pyproject.toml`` and a package: its model, and the code that registers it."""
         model_type = fix.lm.model.config.model_type
         package = package_name(fix)
         text = (CODE / "vllm_layers.py").read_text()
@@ -145,7 +145,7 @@ packages = ["PACKAGE"]
 
 def layer_scales(fix: Fix) -> tuple[float, ...]:
     """The scale of each layer."""
-    _, constants = SHIPPED[type(fix.method)]
+    _, constants = SHIPPED_CODE[type(fix.method)]
     return tuple(float(scale) for scale in constants(fix.method, fix.lm)["scales"])
 
 

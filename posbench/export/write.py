@@ -1,6 +1,6 @@
 """Write a fix in a format, compare the files with the method, and add a model card.
 
-Nothing is left of files that do not do what the method does.
+Files that differ from the method are removed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from posbench.stats.frames import rows_over_all_positions
 from posbench.tasks import Example
 from posbench.tasks.base import EvaluationOnly
 
-RECORD = "posbench.json"
+RECORD_FILE = "posbench.json"
 """File that ``posbench verify`` reads."""
 CARD = "README.md"
 """File of the model card."""
-KIND = "folder of posbench export"
-"""What an exported folder is called in messages."""
+FOLDER_KIND = "folder of posbench export"
+"""Name of an exported folder in messages."""
 NUM_PROMPTS = 8
 """Prompts on which the files are compared with the method."""
 
@@ -55,10 +55,10 @@ class CardFacts:
         command: The command that wrote the files.
         raw: The config with the method's constants, as plain data.
         source: Where the constants come from.
-        verdict: What the run that they come from says of the position bias, in words; empty without one.
+        verdict: The verdict on the position bias of the run behind them, in words; empty without one.
         is_fix: Whether that verdict is ``fixed``.
-        gain: What they gained on prompts held back from the search, in words.
-        price: What folding costs, in words.
+        gain: Their gain on prompts held back from the search, in words.
+        price: Cost of folding, in words.
         effects: Side effects on other tasks, as :func:`side_effects` returns them.
         versions: Versions of packages, by name.
         base: The model's files, as the provenance of a run lists them.
@@ -83,7 +83,7 @@ class CardFacts:
 @no_other_keys
 @dataclass(frozen=True, kw_only=True)
 class Record(CardFacts):
-    """What :func:`write` records of an export, for ``posbench verify``.
+    """The record of an export, from :func:`write`, for ``posbench verify``.
 
     Attributes:
         format: Name of the format.
@@ -113,7 +113,7 @@ def comparison_prompts(run: Run) -> Prompts:
 
 
 def folding_price(run: Run, requested: Method, written: Method) -> str:
-    """What it costs to scale all tokens instead of the last alone, in words.
+    """The cost of scaling all tokens instead of the last alone, in words.
 
     The loss of the examples' answers under both methods is compared, paired by prompt.
 
@@ -149,7 +149,7 @@ def _answer_losses(
         run: Model and runtime.
         method: The method.
         examples: N examples with answers.
-        label: What the progress bar says.
+        label: Label of the progress bar.
 
     Returns:
         Nats per answer token, shape (N,).
@@ -170,7 +170,7 @@ def _answer_losses(
 def side_effects(
     outputs: Path, weights: str, task: str, method: Mapping[str, Any]
 ) -> list[list[str]]:
-    """What the same method did to other tasks, from runs with the same weights.
+    """Effects of the same method on other tasks, from runs with the same weights.
 
     Args:
         outputs: Folder of runs, which may not exist.
@@ -226,12 +226,12 @@ def write(
     Args:
         form: The format.
         fix: The fix.
-        facts: What the model card says beside the format.
+        facts: Facts for the model card.
         prompts: Prompts to compare on, as token ids.
         out: The folder; an older export there is replaced.
 
     Raises:
-        UserError: The format cannot hold the fix, something else stands at ``out``, or
+        UserError: The format cannot hold the fix, ``out`` is taken, or
             the files differ from the method by more than the tolerance.
     """
     check_destination(out)
@@ -253,9 +253,9 @@ def write(
             measured=asdict(comparison),
             files=digests,
         )
-        write_json(folder / RECORD, asdict(record))
+        write_json(folder / RECORD_FILE, asdict(record))
         # safetensors writes files that nobody else may read.
-        mode = (folder / RECORD).stat().st_mode
+        mode = (folder / RECORD_FILE).stat().st_mode
         for name in digests:
             (folder / name).chmod(mode)
     return comparison
@@ -277,13 +277,15 @@ def read_record(folder: Path) -> Record | None:
         UserError: It cannot be read.
     """
     hint = "export it again: posbench export RUN --to FORMAT --out DIR"
-    record: Record | None = read_json(folder / RECORD, Record, hint)
+    record: Record | None = read_json(folder / RECORD_FILE, Record, hint)
     return record
 
 
 def check_destination(out: Path) -> None:
     """Refuse a folder that holds anything but an unchanged export: it would be lost."""
-    need_destination(out, lambda: _is_unchanged(out), f"{KIND} as it was written")
+    need_destination(
+        out, lambda: _is_unchanged(out), f"{FOLDER_KIND} as it was written"
+    )
 
 
 def _is_unchanged(out: Path) -> bool:
@@ -294,15 +296,15 @@ def _is_unchanged(out: Path) -> bool:
     if record is None or out.is_symlink():
         return False
     files = _files(out)
-    # A name tells a foreign file before all of them are read.
-    return files.keys() <= {RECORD, *record.files} and all(
-        name == RECORD or record.files[name] == file_sha256(file)
+    # A name identifies a foreign file before all files are read.
+    return files.keys() <= {RECORD_FILE, *record.files} and all(
+        name == RECORD_FILE or record.files[name] == file_sha256(file)
         for name, file in files.items()
     )
 
 
 def check_agreement(comparison: Comparison, form: Format, fix: Fix) -> None:
-    """Raise UserError where the files do not do what the method does."""
+    """Raise UserError where the files differ from the method."""
     if not comparison.holds:
         allowed = f"files that reproduce the method: {comparison.words}"
         hint = "please report it, with this line; another format may do: posbench export --help"

@@ -26,7 +26,7 @@ from posbench.run.budget import Stopwatch
 from posbench.run.heartbeat import doing
 
 BUDGETS = ".budgets"
-"""Folder beside the versions of a suite: what was chosen for budgets."""
+"""Folder next to the versions of a suite, with the plans of budgets."""
 
 
 class BudgetedRun(NamedTuple):
@@ -40,9 +40,9 @@ class BudgetedRun(NamedTuple):
 def apply_budget(
     prepared: PreparedRun, console: Console, watch: Stopwatch
 ) -> BudgetedRun:
-    """Choose the sizes of a run for its budget, or take those that an earlier session chose.
+    """Choose the sizes of a run for its budget, or take an earlier session's choice.
 
-    The choice is recorded in the outputs, so that a run that is killed goes on with it.
+    The choice is recorded in the outputs, so that a killed run resumes with it.
 
     Args:
         prepared: The run, with a budget.

@@ -1,4 +1,4 @@
-"""What a user types, and what an experiment adds to it: overrides as Hydra reads them.
+"""The command line, and the additions of an experiment: overrides as Hydra reads them.
 
 Hydra has no way to choices that no file holds (folders, hub ids, lists of methods), nor to keys that a file leaves to
 the defaults of a class: its parser of overrides is asked, and these are spelled as it takes them.
@@ -42,13 +42,13 @@ HUB_MODEL = "hf"
 """The choice of ``model`` that takes its name from ``model.path``."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
-STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
+STAGES_PATTERN = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
 """Stages as one would type them; Hydra takes a comma for a sweep."""
-RUN_OF_METHOD = re.compile(rf"\b{FROM_RUN}([^,\[\]'\"]+)")
+RUN_OF_METHOD_PATTERN = re.compile(rf"\b{FROM_RUN}([^,\[\]'\"]+)")
 """A run that is named in place of a method; a path may hold spaces."""
 METHOD_LIST = re.compile(r"\[([^\[\]]*)\]")
 RUN_CONSTANTS = "run_constants"
-"""Key of a method's node that says which run its constants come from."""
+"""Key of a method's node that names the run its constants come from."""
 BARE_OVERRIDE = re.compile(r"([^=]+)=([^\[\]{}()'\",=$\\]+)")
 """A key and a value without brackets and quotes."""
 NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|~")
@@ -57,19 +57,19 @@ NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|~")
 
 @dataclass(frozen=True)
 class Request:
-    """What Hydra gets.
+    """The input of Hydra.
 
     Attributes:
         config: Name of the primary config.
-        searched: Folders to search beside conf/. The first has the primary config, unless conf/ has.
+        searched: Folders to search in addition to conf/. The first has the primary config, unless conf/ has.
         overrides: The overrides.
         multirun: Whether the user or an experiment asks for a sweep.
         experiment: Name of the experiment; empty without one.
-        grid: Dotted keys over which the experiment sweeps, without those that the user typed.
+        grid: Dotted keys over which the experiment sweeps, without typed ones.
         set_by_experiment: Dotted keys that the experiment sets.
         spelled: Keys of the overrides, each as the user typed it.
-        spelled_values: What stands for values that the user typed otherwise, by group: checkpoints, lists of methods
-            and methods that come from runs, each with what was typed.
+        spelled_values: Typed values that Hydra gets in another form, by group: checkpoints, lists of methods
+            and methods that come from runs, each with the typed form.
     """
 
     config: str
@@ -103,7 +103,7 @@ class Flags(NamedTuple):
 
 
 def read_flags(args: Sequence[str]) -> Flags:
-    """Tell overrides from flags.
+    """Separate overrides from flags.
 
     Raises:
         UserError: A flag is unknown, or has no value.
@@ -132,7 +132,7 @@ def read_flags(args: Sequence[str]) -> Flags:
 def parse_request(
     overrides: Sequence[str], folders: Sequence[Path], multirun: bool
 ) -> Request:
-    """Return overrides, and those that an experiment adds, as Hydra reads them.
+    """Return the overrides of the user and of the experiment, as Hydra reads them.
 
     Args:
         overrides: The overrides as typed.
@@ -231,7 +231,7 @@ def _implied_model(overrides: Sequence[Override]) -> str:
 
 
 def _with_stages_as_list(override: str) -> str:
-    match = STAGES.fullmatch(override)
+    match = STAGES_PATTERN.fullmatch(override)
     return f"stages=[{match[1]}]" if match else override
 
 
@@ -246,11 +246,11 @@ def folder_name(text: str) -> str:
 
 
 def model_name(path: str, taken: Iterable[str] = ()) -> str:
-    """Return what a run calls the checkpoint of a folder or hub id: the end of its path, safe for a folder.
+    """Return the name of the checkpoint of a folder or hub id: the end of its path, safe for a folder.
 
     Args:
         path: The folder or hub id.
-        taken: Names of other models: as many parts of the path go in front as tell it from them.
+        taken: Names of other models; parts of the path go in front until the name differs from all.
     """
     checkpoint = Path(path).expanduser()
     if sources.exists(checkpoint):
@@ -313,7 +313,7 @@ def _name_run_methods(
     named = []
     for override in overrides:
         if override.startswith("method="):
-            override = RUN_OF_METHOD.sub(name_run, override)
+            override = RUN_OF_METHOD_PATTERN.sub(name_run, override)
         named.append(override)
     return named, nodes
 

@@ -1,9 +1,9 @@
-"""Whether a finished run is what it says: all of its rows and tables, and a share of its replies made again.
+"""Whether a finished run is correct: check all of its rows and tables, and generate a share of its replies again.
 
 A run batches prompts, shares their prefills between methods, shards and resumes. None of that may change a reply, so
 some are made again the plain way, each prompt alone and nothing shared. All else that the stage evaluate wrote follows
-from the config and the replies, and is made again in full: which rows there are, what each says of its example, its
-scores, the digests of what was asked and of what answered, and the tables.
+from the config and the replies, and is made again in full: the list of rows, each row's description of its example, its
+scores, the digests of prompts and of model and code, and the tables.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from posbench.run.reply_rows import (
 )
 from posbench.tasks.base import num_questions, split_into_rounds
 
-SHARE = 0.02
+AUDITED_SHARE = 0.02
 """Share of the rows that is made again, unless another is asked for."""
 MIN_ROWS = 20
 TIE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
-"""How far the log-probabilities of two tokens lie apart at most that rounding may exchange, by dtype."""
+"""Largest difference of the log-probabilities of two tokens that rounding may swap, by dtype."""
 
 
 LISTED_FAULTS = 5
 """Faults that are named in a sentence."""
 TABLE_TOLERANCE = 1e-6
-"""How far numbers of a table may lie from those made again, relatively: libraries sum in other orders."""
+"""Largest relative difference between recorded and recomputed numbers: libraries sum in other orders."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Audit:
-    """What came of it.
+    """The result of an audit.
 
     Attributes:
         rows: Rows that were made again.
@@ -84,8 +84,8 @@ class Audit:
         ties: Replies that parted from the recorded ones where rounding decides between two tokens.
         differences: Rows that differ otherwise.
         dtype: Precision in which they were made again.
-        faults: What of the run does not follow from its config and replies, see :func:`find_faults`; None: that was
-            not looked at.
+        faults: Parts of the run that do not follow from its config and replies, see :func:`find_faults`; None: not
+            checked.
     """
 
     rows: int
@@ -97,12 +97,12 @@ class Audit:
 
     @property
     def words(self) -> str:
-        """The result: what was proven, what not, and what is wrong."""
+        """The result: the proven parts, the unproven ones, and the faults."""
         return " ".join(filter(None, [self._replies, self._whole]))
 
     @property
     def _whole(self) -> str:
-        """What was found of all rows and of the tables."""
+        """The result for rows and tables."""
         if self.faults is None:
             return ""
         if self.faults:
@@ -122,7 +122,7 @@ class Audit:
 
     @property
     def _replies(self) -> str:
-        """What was found of the replies."""
+        """The result for replies."""
         if not self.dtype:
             return "No reply was made again: a server gave them."
         made = f"{self.rows} of {self.total} rows were made again, each prompt alone in {self.dtype}"
@@ -172,17 +172,19 @@ def dtype_name(lm: LM) -> str:
     return str(lm.model.dtype).removeprefix("torch.")
 
 
-def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> Audit:
+def audit_rows(
+    run: Run, made_in: str, share: float = AUDITED_SHARE, seed: int = 0
+) -> Audit:
     """Make a random share of a run's replies again, and compare them with its rows.
 
     Args:
-        run: The run, with what its search found. Its model may have another precision than the one before.
+        run: The run, with the constants of its search. Its model may have another precision than the recorded one.
         made_in: The precision in which the rows were made.
         share: Share of the rows; :data:`MIN_ROWS` at least.
         seed: Of the random choice.
 
     Returns:
-        How many rows agree.
+        Number of rows that agree.
     """
     methods = run.method.methods()
     examples = {example.id: example for example in run.evaluation}
@@ -232,8 +234,8 @@ def audit_run(run: Run, made_in: str, share: float, seed: int) -> Audit:
     """Audit a whole finished run.
 
     Args:
-        run: The run, with what its search found and the identity of its model. Its model may have another precision
-            than the one before.
+        run: The run, with the constants of its search and its model's identity. The precision may differ
+            from the recorded one.
         made_in: The precision in which the rows were made.
         share: Share of the replies that are made again, see :func:`audit_rows`; a server's are not.
         seed: Of the random choice.
@@ -253,8 +255,8 @@ def find_faults(run: Run) -> list[str]:
         run: The run, as :func:`audit_run` takes it.
 
     Returns:
-        A few words for each row that is missing, or is none of the run's; for each field of a row and each file of
-        the stage evaluate that is not what follows from config and replies.
+        A few words for each row that is missing or not part of the run, and for each field of a row and each file of
+        the stage evaluate that does not follow from config and replies.
     """
     rows = run.out.rows(PREDICTIONS)
     methods = run.method.methods()
@@ -284,7 +286,7 @@ def find_faults(run: Run) -> list[str]:
         decoding = decoding_of(run.task, example)
         if not run.model.in_process:
             expected[REQUEST] = served_request_digest(example)
-            # What computes is not known: alike rows have the same.
+            # What the server computes with is unknown: rows with the same key must agree.
             key = (row["method"], decoding, str(row.get("server")))
             expected[COMPUTATION] = computations.setdefault(key, row.get(COMPUTATION))
         else:
@@ -307,7 +309,7 @@ def find_faults(run: Run) -> list[str]:
 def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> list[str]:
     """Rows that a run lacks, has twice, or did not plan.
 
-    A run that stopped at a budget asked fewer questions, each of them under all methods and at all gold positions.
+    A run that stopped at a budget asked fewer questions, each under all methods and at all gold positions.
     """
     counts = Counter((row.get("method"), row.get("id")) for row in rows)
     questions = split_into_rounds(run.evaluation, 1)
@@ -342,11 +344,11 @@ def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> li
 def _faults_of_files(
     run: Run, encoded: Mapping[str, Encoded], rows: Sequence[Row]
 ) -> list[str]:
-    """Files of the stage evaluate that are not what follows from its rows."""
+    """Files of the stage evaluate that do not follow from its rows."""
     answered = [row for row in rows if "error" not in row and "output" in row]
     expected = evaluate.files_of_rows(run, encoded, answered)
     faults = []
-    for name in {*expected, *evaluate.TABLES}:
+    for name in {*expected, *evaluate.SCORE_TABLES}:
         file = run.out.path / name
         text = file.read_text() if file.is_file() else None
         remade = expected.get(name)
@@ -400,7 +402,7 @@ def _without_sharing(run: Run) -> Run:
 
 
 def _first_difference(recorded: Row, plain: Row) -> str:
-    """The first field of a row that another value was recorded of; empty where there is none."""
+    """The first field of a row that differs from the recorded one; empty if none does."""
     for field, value in plain.items():
         if recorded.get(field) != value:
             return field
@@ -408,7 +410,7 @@ def _first_difference(recorded: Row, plain: Row) -> str:
 
 
 def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> float:
-    """How far apart two replies to a prompt are, in nats; infinite where rounding cannot have parted them.
+    """Distance of two replies to a prompt in nats; infinite where rounding cannot explain it.
 
     Args:
         subject: The run that asks, and the method under which both replies were given.
@@ -438,7 +440,7 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
 
 
 def _num_tokens_in_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two replies begin with in common."""
+    """Number of tokens in the common prefix of two replies."""
     count = 0
     for token, other in zip(first, second, strict=False):
         if token != other:
@@ -453,7 +455,7 @@ def record_audit(out: RunDir, audit: Audit) -> None:
 
 
 def need_agreement(out: RunDir, audit: Audit) -> None:
-    """Refuse a run some of whose rows are not what its prompts give alone, or that is not whole.
+    """Refuse a run that is incomplete, or has rows that differ from the reply to the prompt alone.
 
     Raises:
         UserError: Rows differ, or there are faults.

@@ -1,4 +1,4 @@
-"""From a budget to the sizes of a run: what is asked, chosen from the measured speed of this machine."""
+"""From a budget to the sizes of a run, by the measured speed of this machine."""
 
 from __future__ import annotations
 
@@ -41,37 +41,42 @@ T = TypeVar("T")
 
 ENOUGH_QUESTIONS = 30
 """Questions at each position below which fewer positions, then fewer items are taken: half an interval is 17 points."""
-MIN_ITEMS = 10
-"""Items of a prompt that a budget leaves at least: gold positions need room."""
-FEW_POSITIONS = 3
-"""Gold positions that a budget leaves at least: first, middle, last."""
+MIN_PLANNED_ITEMS = 10
+"""Fewest items of a prompt under a budget: gold positions need room."""
+MIN_PLANNED_POSITIONS = 3
+"""Fewest gold positions under a budget: first, middle, last."""
 SEARCH_SHARE = 0.4
+"""Largest share of a budget for the search, unless its smallest sizes need more."""
 INTERVENE_SHARE = 0.15
-"""Shares of a budget that the search and the attention maps may take, where less can be asked of them."""
+"""Largest share of a budget for the attention maps; the stage is left out where its smallest sizes need more."""
 MIN_CALIBRATION = 6
+"""Fewest calibration prompts under a budget."""
 MIN_INTERVENE = 2
-"""Calibration prompts, and questions per gold position whose attention is measured, that a budget leaves at least;
-where the latter take more than their share, the stage is left out."""
+"""Fewest questions per gold position whose attention is measured."""
 USED_SHARE = 0.85
-"""Of the time that is left, the share that is planned with: speeds vary."""
-SPARE_QUESTIONS = 3
-"""How many times the expected questions may be asked where it is not known how long the replies are."""
-LONG_REPLIES = 1.5
-"""Replies count as long where a question with full ones takes so many times as long as with replies of one token."""
+"""Share of the remaining time that a plan uses: speeds vary."""
+MAX_OVERPLANNING = 3
+"""Largest ratio of planned to expected questions where the length of replies is not known."""
+LONG_REPLY_RATIO = 1.5
+"""Replies are long if a question with full ones costs this factor of a question with replies of one token."""
 ROUND_SECONDS = 45.0
+"""Longest time of a round of questions."""
 ROUND_SHARE = 0.05
-"""A round of questions takes at most so many seconds, and this share of the budget."""
+"""Largest share of the budget for a round of questions."""
 PROBED_QUESTIONS = 4
 """Questions from which the work of more is estimated."""
-COUNTED_CHARACTERS = 10_000
-"""Characters of the prompts of a stage that are tokenised for each of the sizes that are compared."""
-MEASURED_TOKENS = 1024
-PROBED_TOKENS = 64
+OPTION_CHARACTERS = 10_000
+"""Characters of the prompts of a stage that are tokenised for each of the compared options."""
+TIMED_BATCH_TOKENS = 1024
+"""Tokens of a timed batch."""
+WARNING_BATCH_TOKENS = 64
+"""Tokens of the batch that is timed to warn of a long run."""
 MEASURING_SHARE = 0.05
-"""Tokens of a batch that is timed, of one before a long run, and the share of the budget after which timing ends."""
+"""Share of the budget after which timing ends."""
 CLEAR_SPEEDUP = 1.3
-"""How many times as fast bfloat16 has to be."""
+"""Smallest speedup for which a budget chooses bfloat16."""
 LONG_RUN_SECONDS = 3600.0
+"""Time of a run from which a budget is suggested."""
 PLANNED_KEYS = (
     "task.",
     "search.",
@@ -81,16 +86,16 @@ PLANNED_KEYS = (
     "runtime.intervene_examples",
     "runtime.round_questions",
 )
-"""How the keys begin that a budget sets where the user did not type them."""
+"""Prefixes of the keys that a budget sets where the user did not."""
 SUGGESTED_BUDGETS = ("10min", "30min", "1h", "2h", "4h", "8h", "1d")
 SMALL_BUDGETS = ("1min", "2min", "5min")
-"""Suggested in place of too small ones; of a run of hours too little is left in them."""
+"""Suggested in place of smaller ones; a run of hours would have to be cut too far to fit."""
 
 
 @no_other_keys
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What was chosen for a budget; a run that is killed goes on with it.
+    """The plan for a budget; a killed run continues with it.
 
     Attributes:
         budget: The budget, as typed.
@@ -101,7 +106,7 @@ class BudgetPlan:
         prompts: Prompts of all stages, as estimated.
         operation: Measured seconds per operation of a prefill.
         step: Measured seconds per step of generation.
-        note: What was decided about the precision, or that a typed number of questions takes more than the budget.
+        note: The decision about the precision, or that a typed number of questions takes more than the budget.
         tokens: Tokens of all stages, as estimated, where the budget counts them.
         usd: Money of all stages, as estimated, where the budget is one.
         study: The sizes of a study, in words; empty for other runs.
@@ -123,7 +128,7 @@ class BudgetPlan:
     is_kept: bool = True
 
     def lines(self) -> list[str]:
-        """Return what is printed of the choice."""
+        """Return the printed lines of the plan."""
         width = 100 * half_width(max(self.questions, 1))
         prompts = f"{self.prompts} prompts in all"
         places = f" at each of {self.positions} positions" if self.positions else ""
@@ -162,7 +167,7 @@ class BudgetPlan:
         return lines
 
     def facts(self) -> dict[str, Any]:
-        """Return what the provenance of the run records."""
+        """Return the part of a run's provenance that describes the plan."""
         facts = asdict(self)
         facts["settings"] = spelled(self.settings)
         return facts
@@ -198,11 +203,11 @@ def _as_field(value: Any) -> Any:
 
 
 def most_questions(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the most questions, at most ``limit``, that fit; 0 where not one does.
+    """Return the largest number of questions up to ``limit`` that fits; 0 if none fits.
 
     Args:
-        fits: Whether so many fit; if some do, so do fewer.
-        limit: The most that are asked.
+        fits: Whether a number of questions fits; if one fits, all smaller ones fit.
+        limit: Upper bound.
     """
     low = 0
     high = limit
@@ -226,14 +231,14 @@ def choose(
 
     Args:
         options: Ways to ask, the best first.
-        cost: What so many questions asked in a way cost; rises with their number.
-        limit: The most questions that are asked.
-        available: What they may cost.
-        enough: So many questions are wanted before prompts are larger.
+        cost: Cost of a number of questions under an option; rises with the number.
+        limit: Upper bound of the number of questions.
+        available: Upper limit of the cost.
+        enough: Number of questions to reach before prompts are made larger.
 
     Returns:
-        The first way in which enough questions fit, else that in which most do, and the number of questions
-        that fit; None where not one fits in any.
+        The first option in which enough questions fit, else the one with most, and the number of questions
+        that fit; None if no question fits in any.
     """
     best: tuple[T, int] | None = None
     for option in options:
@@ -297,10 +302,10 @@ def check_budget(config: Config) -> None:
 
 
 class _Option(NamedTuple):
-    """A way to ask, with what it costs.
+    """A choice of settings, with its cost.
 
     Attributes:
-        settings: What it sets, by dotted key.
+        settings: The settings, by dotted key.
         fixed: Cost of search and attention maps.
         per_question: Cost of a question at all positions under all methods.
         prompts: Prompts of search and attention maps, and of a question.
@@ -316,7 +321,7 @@ class _Option(NamedTuple):
 
 
 Price = Callable[[WorkEstimate], float]
-"""What some work costs: seconds, prompts, tokens, or money."""
+"""Cost of some work: seconds, prompts, tokens, or money."""
 
 
 class Chooser:
@@ -325,8 +330,8 @@ class Chooser:
     Args:
         config: The run, fitted to its model.
         reader: Its model without weights; None for a served one.
-        price: What work costs.
-        total: What the whole budget is worth in the same unit.
+        price: Cost of work.
+        total: The whole budget, in the same unit.
 
     Attributes:
         lm: The model without weights; None for a served one.
@@ -380,7 +385,9 @@ class Chooser:
         if not isinstance(task, GoldPositionTask):
             return
         positions = task.positions
-        if len(positions) > FEW_POSITIONS and not self._is_typed("task.positions"):
+        if len(positions) > MIN_PLANNED_POSITIONS and not self._is_typed(
+            "task.positions"
+        ):
             few = [positions[0], positions[len(positions) // 2], positions[-1]]
             settings["task.positions"] = few
             yield dict(settings)
@@ -388,8 +395,8 @@ class Chooser:
         if self._is_typed(f"task.{items_field}") or not _moves_items(task):
             return
         items = task.items
-        while items > MIN_ITEMS:
-            items = max(items // 2, MIN_ITEMS)
+        while items > MIN_PLANNED_ITEMS:
+            items = max(items // 2, MIN_PLANNED_ITEMS)
             settings[f"task.{items_field}"] = items
             typed = self._is_typed(f"task.{calibration_field}")
             if task.calibration_items > items and not typed:
@@ -397,7 +404,7 @@ class Chooser:
             try:
                 smaller = with_settings(self.config, settings).task
             except UserError:
-                return  # gold positions that lie outside of so few items
+                return  # gold positions beyond the smaller number of items
             if [source.id for source in smaller.files()] != [
                 source.id for source in task.files()
             ]:
@@ -405,7 +412,7 @@ class Chooser:
             yield dict(settings)
 
     def _price_option(self, settings: Mapping[str, Any]) -> _Option:
-        """Choose search and attention maps beside these settings of the task, and price all of it."""
+        """Choose search and attention maps for these settings of the task, and price all together."""
         chosen = dict(settings)
         stages = self.config.stages
         fixed = 0.0
@@ -433,7 +440,7 @@ class Chooser:
             questions = min(PROBED_QUESTIONS, self.limit)
             cost, prompts = self._price_stage(chosen, "evaluate", questions)
             if self.lm:
-                # So few prompts go through the model one round at a time, which shares fewer prefixes.
+                # These few prompts go through the model one round at a time, which shares fewer prefixes.
                 round_questions = self.round_questions(cost / questions)
                 if round_questions and round_questions < questions:
                     questions = round_questions
@@ -449,7 +456,7 @@ class Chooser:
 
         Args:
             option: The way to ask.
-            available: What all stages may cost.
+            available: Limit for the cost of all stages.
         """
         settings = {**option.settings, "task.max_new_tokens": 1}
         if self.lm is None or "evaluate" not in self.config.stages:
@@ -457,12 +464,12 @@ class Chooser:
         questions = min(PROBED_QUESTIONS, self.limit)
         cost, _ = self._price_stage(settings, "evaluate", questions)
         per_question = cost / questions
-        if option.per_question < LONG_REPLIES * per_question:
+        if option.per_question < LONG_REPLY_RATIO * per_question:
             return 0
         return int((available - option.fixed) / per_question)
 
     def round_questions(self, seconds_per_question: float) -> int | None:
-        """Return the questions of a round; None where all are one, as where no time is counted."""
+        """Return the questions of a round; None for a single round, as without a budget of time."""
         if self.config.budget and self.config.budget.seconds is None:
             return None
         seconds = min(ROUND_SECONDS, ROUND_SHARE * self.total)
@@ -490,7 +497,7 @@ class Chooser:
         return step, cost, prompts
 
     def _search_steps(self, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield ever smaller searches: each number of it halved, down to what it needs."""
+        """Yield ever smaller searches: each number halved, down to its minimum."""
         config = with_settings(self.config, chosen)
         sizes = {
             f"search.{name}": (int(getattr(config.search, name)), smallest)
@@ -534,7 +541,7 @@ class Chooser:
     def _price_stage(
         self, settings: Mapping[str, Any], stage: Stage, questions: int
     ) -> tuple[float, int]:
-        """Return the cost and the prompts of one stage with so many questions at each position."""
+        """Return the cost and the prompts of one stage with ``count`` questions at each position."""
         config = with_settings(self.config, settings)
         factor = 1.0
         if stage == "intervene":
@@ -545,12 +552,12 @@ class Chooser:
         if self._encoder:
             work = served_work(config, self._encoder)
             return self.price(work), work.prompts
-        # Of all stages: a search stands for the constants of the method.
+        # Price over all stages: a search supplies the constants of the method.
         run = build_run(config, Console(quiet=True))
         assert self.lm is not None, "the model of this machine was outlined"
         run.lm = self.lm
         stage_alone = replace(config, stages=(stage,))
-        works = estimate_run(stage_alone, run, characters=COUNTED_CHARACTERS)
+        works = estimate_run(stage_alone, run, characters=OPTION_CHARACTERS)
         estimates = [work.times(factor) for work in works]
         if stage == "search" and not estimates:
             name = config.raw["search"]["name"]
@@ -618,7 +625,7 @@ def plan_run(
 
 
 def counted_price(config: Config) -> Price:
-    """Return what work costs in the unit of a budget that is no time."""
+    """Return the price function of a budget that is not a time."""
     budget = config.budget
     assert budget is not None
 
@@ -635,11 +642,11 @@ def counted_price(config: Config) -> Price:
 
 
 def describe_least(budget: Budget, least: float) -> tuple[str, str]:
-    """Return in words what the smallest sizes take of a budget that is no time, and a budget that holds it.
+    """Return in words the cost of the smallest sizes under a budget that is not a time, and a budget that holds it.
 
     Args:
         budget: The budget.
-        least: What they take, in its unit.
+        least: Their cost, in its unit.
     """
     if budget.tokens:
         return f"about {least:,.0f} tokens", f"{-(-least // 1000):.0f}ktok"
@@ -649,7 +656,7 @@ def describe_least(budget: Budget, least: float) -> tuple[str, str]:
 
 
 def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
-    """Return what a served run asks, in the terms of a model in process."""
+    """Return the workload of a served run, in the terms of a model in process."""
     assert config.server is not None, "a budget asks the server first"
     estimate = estimate_served(config, config.server, encoder)
     return WorkEstimate(
@@ -664,7 +671,7 @@ def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
 
 
 def served_seconds(config: Config) -> Price:
-    """Return what work takes a server, in seconds, by the speed that its probe measured; nothing where it did not."""
+    """Return the price of work in seconds of a server, by the speed of its probe; 0 without a speed."""
     server = config.server
     assert server is not None, "a budget asks the server first"
     density = server.tokens_per_character or ASSUMED_TOKENS_PER_CHARACTER
@@ -694,7 +701,7 @@ def time_model(
     costs = Costs.of(load_without_weights(config.model, reader, config.runtime.device))
     few = with_settings(config, {"task.limit": min(config.task.limit or 2, 2)})
     run = build_run(few, console)
-    speed = measure_speed(run, costs, MEASURED_TOKENS, max_seconds)
+    speed = measure_speed(run, costs, TIMED_BATCH_TOKENS, max_seconds)
     return run, speed, costs
 
 
@@ -707,15 +714,15 @@ def _make_plan(
     speed: Speed | None = None,
     note: str = "",
 ) -> BudgetPlan:
-    """The plan of what is available in the chooser's unit.
+    """The plan for an available amount in the chooser's unit.
 
     Args:
         chooser: The sizes to choose from.
         budget: The budget as typed.
-        available: What is left of it.
+        available: The unspent part.
         spent: Seconds that loading and timing took.
         speed: The measured speed of a model in process.
-        note: What to tell beside the choice.
+        note: A note to print with the choice.
 
     Raises:
         UserError: Not even one question at each position fits.
@@ -761,10 +768,10 @@ def _make_plan(
 def _need_affordable(
     chooser: Chooser, budget: Budget, available: float, spent: float
 ) -> tuple[_Option, int]:
-    """The sizes that fit into what is available, and the questions at each position.
+    """The sizes that fit, and the questions at each position.
 
     Raises:
-        UserError: There are none; says what the smallest ones take.
+        UserError: No sizes fit; states the cost of the smallest ones.
     """
     chosen = chooser.choose(available)
     if chosen:
@@ -788,11 +795,11 @@ def _question_limit(
 ) -> int:
     """The most questions at each position that a run begins, of which ``questions`` are sure to fit.
 
-    How long replies are is not known before, so a run that stops at its budget has more of them at hand.
+    The length of replies is not known in advance, so a run that stops at its budget has spare questions.
     """
     server = chooser.config.server
     thinks = server is not None and bool(server.thinking)
-    spare_limit = min(SPARE_QUESTIONS * questions, chooser.limit)
+    spare_limit = min(MAX_OVERPLANNING * questions, chooser.limit)
     if thinks and (budget.tokens or budget.usd):
         return spare_limit
     if budget.seconds:
@@ -802,7 +809,7 @@ def _question_limit(
 
 
 def _stops_at_budget(config: Config, budget: Budget) -> bool:
-    """Whether a run ends by itself where its budget is spent, and not only where all questions are answered."""
+    """Whether a run stops by itself once its budget is spent."""
     return budget.seconds is not None or (
         not config.model.in_process and bool(budget.tokens or budget.usd)
     )
@@ -819,12 +826,12 @@ def _overspending_note(
 
 
 def _expected_seconds(budget: Budget, seconds: float) -> float | None:
-    """The time that a run is expected to take: what full replies take, and no more than a budget of time."""
+    """Expected seconds of the run: with full replies, but no more than a budget of time."""
     return min(seconds, budget.seconds) if budget.seconds else None
 
 
 def suggested_budget(seconds: float) -> str:
-    """Return the smallest suggested budget that holds so many seconds."""
+    """Return the smallest suggested budget that holds ``seconds``."""
     for text in (*SMALL_BUDGETS, *SUGGESTED_BUDGETS):
         if (Budget.parse(text).seconds or 0) >= seconds:
             return text
@@ -834,7 +841,7 @@ def suggested_budget(seconds: float) -> str:
 def choose_precision(
     config: Config, reader: CheckpointReader
 ) -> tuple[dict[str, Any], str]:
-    """Return the precision that a budget takes on a CPU, and in words why; nothing where there is no choice."""
+    """Return the precision that a budget chooses on a CPU, and the reason in words; empty without a choice."""
     model = config.model
     is_embedded = model.path.startswith(paths.EMBEDDED)
     on_cpu = torch_device(config.runtime.device).type == "cpu"
@@ -905,7 +912,7 @@ def probe_speed(config: Config, run: Run) -> tuple[CheckpointReader, Speed, Cost
         run.console,
     )
     few.lm = run.lm
-    speed = measure_speed(few, costs, PROBED_TOKENS, max_seconds=1.0)
+    speed = measure_speed(few, costs, WARNING_BATCH_TOKENS, max_seconds=1.0)
     return reader, speed, costs
 
 
@@ -913,7 +920,7 @@ def probe_speed(config: Config, run: Run) -> tuple[CheckpointReader, Speed, Cost
 
 
 def read_plan(file: Path) -> BudgetPlan | None:
-    """Return the plan that an earlier session of a run chose; None where there is none.
+    """Return the plan of a run's earlier session; None if there is none.
 
     Raises:
         UserError: The file is damaged.

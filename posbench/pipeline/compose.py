@@ -1,7 +1,7 @@
 """Composing a config: the one way from ``key=value`` arguments and YAML files to plain data.
 
 Groups are chosen as Hydra does. Every other key is laid over the defaults of the class that its group names,
-so that YAML files hold only what differs; what the model's file says of a method, task, search or study comes
+so that YAML files hold only differences; the settings of a method, task, search or study in the model's file come
 in between, unless the user or the experiment set that key.
 """
 
@@ -57,7 +57,7 @@ GROUPS_WITH_BLOCKS = ("method", "task", "search", "study")
 """Groups whose members may have a block in a model's file, which they take constants from."""
 MAX_REASON_LENGTH = 160
 UNRESOLVED = re.compile(r"\$\{|\?\?\?")
-"""What OmegaConf resolves: references to other keys, and values that are missing."""
+"""Syntax that OmegaConf resolves: references to other keys, and missing values."""
 MISSING_CHOICE = re.compile(
     r"Could not find '(\S+)/([^/\s]+)'.*?Available options in '\S+': (.*?) Config"
 )
@@ -74,7 +74,7 @@ class ComposedConfig:
         folders: config folders, posbench's first.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
-        notes: What was changed so that an experiment and a model go together, a line each.
+        notes: Changes that make an experiment and a model go together, a line each.
         experiment: Name of the experiment, as it is typed; empty without one.
         grid: Dotted keys among the typed ones that the experiment's grid sets.
     """
@@ -91,11 +91,11 @@ class ComposedConfig:
 
     @property
     def typed_by_user(self) -> frozenset[str]:
-        """Dotted keys that the user set, without those of an experiment's grid."""
+        """Dotted keys set by the user, without the keys of an experiment's grid."""
         return frozenset(self.typed) - self.grid
 
     def arguments(self) -> list[str]:
-        """What one types after a verb to ask for this config alone."""
+        """Arguments after a verb that select this config alone."""
         experiment = [f"experiment={self.experiment}"] if self.experiment else []
         own = paths.own_folder(self.folders)
         flag = [f"--config-dir={own}"] if own else []
@@ -104,7 +104,7 @@ class ComposedConfig:
 
 @dataclass(frozen=True)
 class Jobs:
-    """What a command line asks for.
+    """The configs that a command line asks for.
 
     Attributes:
         composed: The jobs that are right, in order.
@@ -159,11 +159,11 @@ def launch(
 
     Args:
         args: The arguments of :func:`compose`.
-        jobs: What that returned.
+        jobs: Result of that composition.
         run: Runs a job and returns its record.
 
     Returns:
-        The records of the jobs, in order. A job whose process died has one that says so.
+        The records of the jobs, in order. A job whose process died has a record of that.
     """
     asked = _Asked.of(args)
     if not jobs.composed:
@@ -204,7 +204,7 @@ def compose_one(*overrides: str) -> ComposedConfig:
 def compose_record(
     groups: Mapping[str, Any], folders: Sequence[Path]
 ) -> ComposedConfig:
-    """Return the config whose groups a run recorded: those that took part in it.
+    """Return the config of the groups that a run recorded.
 
     Whatever the others are, nothing reads them.
 
@@ -227,7 +227,7 @@ class _Asked:
     Attributes:
         overrides: The overrides as typed.
         folders: posbench's config folder, and the user's own.
-        request: What Hydra gets.
+        request: Input of Hydra.
     """
 
     overrides: Sequence[str]
@@ -245,7 +245,7 @@ class _Asked:
 
 @contextmanager
 def _hydra_errors_translated(asked: _Asked) -> Iterator[None]:
-    """Raise what Hydra raises as one line."""
+    """Translate Hydra's errors into ours, one line each."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -254,7 +254,7 @@ def _hydra_errors_translated(asked: _Asked) -> Iterator[None]:
 
 
 def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
-    """What Hydra, OmegaConf and the YAML parser still find, in our form."""
+    """Errors that Hydra, OmegaConf and the YAML parser still raise, in our form."""
     text = " ".join(str(error).split()) or type(error).__name__
     reason = text
     if len(text) > MAX_REASON_LENGTH:
@@ -280,7 +280,7 @@ def _compose_job(config: DictConfig, job: Any, asked: _Asked) -> ComposedConfig:
 
     Args:
         config: Its config.
-        job: What Hydra says of it.
+        job: Hydra's description of the job.
         asked: The arguments.
     """
     return _fill(
@@ -295,13 +295,13 @@ def _compose_job(config: DictConfig, job: Any, asked: _Asked) -> ComposedConfig:
 
 
 def _overrides(job: Any) -> list[str]:
-    """The overrides of a job, of which Hydra says this."""
+    """The overrides of a job, from Hydra's description."""
     overrides: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
     return [str(override) for override in overrides]
 
 
 def _number(job: Any) -> int:
-    """The number of a job; Hydra numbers those of sweeps alone."""
+    """The number of a job; Hydra numbers jobs only in a sweep."""
     number = OmegaConf.select(job, "job.num", default=0, throw_on_missing=False)
     return int(number or 0)
 
@@ -333,7 +333,7 @@ def _fill(
         config: The config as Hydra composed it.
         choices_made: The choice of each group.
         overrides: The overrides of this job.
-        request: What was asked of Hydra.
+        request: The request to Hydra.
         folders: config folders, posbench's first.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
@@ -408,7 +408,7 @@ def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
         if model["served"] and name == ENDPOINT:
             model["name"] = model_name(str(model["served"]))
         elif not re.fullmatch(r"\w[\w.-]*", name):
-            # Names of servers have a / or a :, those of folders have not.
+            # Server names have a / or a :, folder names have not.
             model["served"] = model["served"] or name
             model["name"] = model_name(name)
     return model
@@ -425,7 +425,7 @@ def _paper_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fit_positions(raw: dict[str, Any], typed: Sequence[str]) -> Iterator[str]:
-    """Move gold positions that nobody typed into the items of a prompt, where others set how many these are.
+    """Move default gold positions into the items of a prompt, where their number was set elsewhere.
 
     An experiment's positions count the items of its paper, and a model's file may have fewer.
 
@@ -463,7 +463,7 @@ def _fit_positions(raw: dict[str, Any], typed: Sequence[str]) -> Iterator[str]:
 
 
 def _mapping(node: Any, *keys: str) -> Mapping[str, Any]:
-    """What lies under these keys; empty where it is no mapping, which the check of its group reports."""
+    """The mapping under these keys; empty where there is another value, which the check of its group reports."""
     for key in keys:
         node = node.get(key) if isinstance(node, Mapping) else None
     return node if isinstance(node, Mapping) else {}
@@ -475,7 +475,7 @@ def _read_blocks(
     """The blocks of a model's file.
 
     Raises:
-        UserError: A block is of no method, task or study, or a typed key of it is none of these.
+        UserError: A block belongs to no method, task or study, or a typed key to none of its settings.
     """
     fields = default_values(ModelConfig)
     blocks = {
@@ -527,7 +527,7 @@ def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
 def _need_used_blocks(
     raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequence[str]
 ) -> None:
-    """Refuse a typed key of a block that nothing in the config takes; studies read those of methods, too."""
+    """Refuse a typed key of a block that nothing in the config reads; studies also read keys of methods."""
     used = set[str]()
     if raw.get("study"):
         used.update(choices(paths.CONF / "method"))
@@ -559,7 +559,7 @@ def _take_run_constants(node: Any, key: str, fixed: set[str]) -> list[dict[str, 
     Args:
         node: The node; changed.
         key: Its dotted key.
-        fixed: Dotted keys that blocks of the model's file leave alone; those of such a method are added.
+        fixed: Dotted keys that blocks of the model's file leave alone; the keys of such a method are added.
     """
     if not isinstance(node, dict):
         return []
@@ -593,7 +593,7 @@ def _fill_node(
         return
     cls, values = resolve_target(node, object, key)
     name = str(values.get("name") or key.rpartition(".")[2])
-    # Choices of one class share its module's block: an exhaustive search takes that of the channel search.
+    # Choices of one class share its module's block: an exhaustive search uses the channel search's.
     module = cls.__module__.rpartition(".")[2]
     block = blocks.get(name, blocks.get(module, {}))
     fields = default_values(cls)

@@ -36,28 +36,28 @@ Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NO_METHOD = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
 MAX_NAME_BYTES = 80
-"""Three names and a hash make the name of a folder, which has at most 255 bytes."""
+"""Limit for each of the three names in a folder's name, which also has a hash and at most 255 bytes."""
 SURROGATES = re.compile("[\ud800-\udfff]")
-"""What Python makes of bytes of the command line that are no UTF-8."""
+"""Code points with which Python represents bytes of the command line that are not UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What turns a config into one table or figure of a paper.
+    """Turns a config into one table or figure of a paper.
 
     Attributes:
         name: File name in ``experiments/``, and the folder under the outputs.
-        title: What it shows, with paper, table or figure.
+        title: Its content, with paper, table or figure.
         paper: The paper.
         covers: The paper's tables and figures that it regenerates, as ``Table 1``.
         panels: The figures of its runs that show each of these, as ``tiny/maps``: a run's model, or a sweep, and a
             figure; where no such run is shown, the figure of the first run that has one.
         grid: Swept unless the user types the key.
         reference: The paper's numbers.
-        contrasts: What the paper claims of the settings of the grid.
-        claims: What the paper reads off the figure, where it prints no numbers.
-        needs_weights: Whether it says nothing without a real checkpoint.
-        minutes: About how many minutes of one core it takes as it stands.
+        contrasts: Claims of the paper about the settings of the grid.
+        claims: Claims that the paper reads off the figure, where it prints no numbers.
+        needs_weights: Whether it is meaningless without a real checkpoint.
+        minutes: Minutes on one core with the default settings, approximately.
     """
 
     name: str
@@ -88,13 +88,13 @@ class Config:
         experiment: The experiment that the config belongs to.
         study: The study.
         study_name: Name of the study; empty without one.
-        raw: What the run records of its config, as plain data: the groups that take part.
+        raw: The recorded config as plain data: the groups that take part.
         typed: Dotted keys that the user set.
         all_methods: Methods by name; empty unless the study measures them all.
-        budget: What the run may take, from which its sizes are still to be chosen; None: they stand.
+        budget: The budget from which the sizes are still to be chosen; None: the sizes are final.
         config_dir: The user's own config folder; None without one.
         constants: Constants of the method, or of its parts, that come from runs.
-        server: What the server of the model takes and gives; None: it was not asked.
+        server: Properties of the model's server; None: not yet probed.
     """
 
     model: ModelConfig
@@ -128,14 +128,14 @@ class Config:
         return self.study is None or self.study.needs_task
 
     def with_fields(self, group: str, values: Mapping[str, Any]) -> Config:
-        """Return the config with other values in fields of a group, also in what it records of itself."""
+        """Return the config with changed fields of a group, in its record as well."""
         section = replace(getattr(self, group), **values)
         raw = {**self.raw, group: {**self.raw[group], **plain(values)}}
         changes: Any = {group: section, "raw": raw}
         return replace(self, **changes)
 
     def with_stages(self, stages: Sequence[Stage]) -> Config:
-        """Return the config with other stages, also in what it records of itself."""
+        """Return the config with other stages, in its record as well."""
         return replace(
             self, stages=tuple(stages), raw={**self.raw, "stages": list(stages)}
         )
@@ -165,7 +165,7 @@ class Config:
         )
 
     def reference(self) -> tuple[list[dict[str, Any]], str]:
-        """Return the paper's rows that apply to this run's task and setting, and why there are none."""
+        """Return the paper's rows for this run's task and setting, and the reason if there are none."""
         if self.experiment is None or self.experiment.reference is None:
             return [], ""
         return self.experiment.reference.beside(self.task, self.model.name)
@@ -176,10 +176,10 @@ def check_config(composed: ComposedConfig, obstacles: Faults | None = None) -> C
 
     Args:
         composed: The config; methods of its folders take part where a study measures them all.
-        obstacles: Collects what is wrong with files of this machine; without it that is raised, too.
+        obstacles: Collects the faults of files on this machine; without it they are raised, too.
 
     Raises:
-        UserError: What is wrong, all of it.
+        UserError: All faults together.
     """
     data = dict(composed.raw)
     unknown = sorted(set(data) - {*TOP, "typed", "constants"})
@@ -210,12 +210,12 @@ def check_config(composed: ComposedConfig, obstacles: Faults | None = None) -> C
 def _build_parts(
     data: dict[str, Any], typed: Sequence[str], faults: Faults
 ) -> dict[str, Any]:
-    """The objects of all groups; those that are wrong are left out, and their faults collected.
+    """The objects of all groups; faulty ones are left out, and their faults collected.
 
     Args:
         data: The config; the study and the method set ``stages`` and ``method`` where the user typed neither.
         typed: Dotted keys that the user set.
-        faults: Collects what is wrong.
+        faults: Collects the faults.
     """
     parts = dict[str, Any]()
     budget = data.pop("budget", None)
@@ -290,7 +290,7 @@ def _typed_groups(typed: Sequence[str]) -> set[str]:
 
 
 def _check_files(parts: Mapping[str, Any], faults: Faults) -> None:
-    """Collect what is missing of the checkpoint and the data that lie on this machine.
+    """Collect the missing files of checkpoint and data on this machine.
 
     Also collect a model type that posbench does not know.
     """
@@ -320,7 +320,7 @@ def _check_checkpoint(source: Source, model: ModelConfig) -> None:
 
 
 def _need_text(node: Any, key: str) -> None:
-    """Refuse text that no file can hold: bytes of the command line that are no UTF-8."""
+    """Refuse text that no file can hold: bytes of the command line that are not UTF-8."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             _need_text(value, f"{key}.{name}".strip("."))
@@ -350,13 +350,13 @@ def needs(composed: ComposedConfig) -> tuple[Source, ...]:
 
 
 def task_sources(task: Task) -> list[Source]:
-    """Return the files of a task, with what is known of them where their server is not reached."""
+    """Return the files of a task, each described by size and licence."""
     about = f"{task.size}; {task.licence}"
     return [replace(source, about=about) for source in task.files()]
 
 
 def _need_folder_names(config: Config) -> None:
-    """Refuse names that are no folder names."""
+    """Refuse names that cannot name a folder."""
     names = {
         "model": config.model.name,
         "task": config.task.name,
@@ -415,7 +415,7 @@ def _build_model(data: Any) -> ModelConfig:
 
 
 def _build_study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
-    """The study of a config; sets ``stages`` and ``method`` to what it runs where the user typed neither."""
+    """The study of a config; sets ``stages`` and ``method`` to the study's where the user typed neither."""
     stages = data.get("stages") or []
     if data.get("study") is None:
         if "study" in stages:
@@ -568,7 +568,7 @@ def _unserved(
 def _need_servable(
     data: Mapping[str, Any], stages: Sequence[str], typed: Sequence[str]
 ) -> None:
-    """Refuse for a served model what looks inside a model."""
+    """Refuse settings that need the inside of a model where a server runs the model."""
     groups = _typed_groups(typed)
     value: Any = None
     if "search" in groups:
@@ -602,7 +602,7 @@ def _default_stages(
 ) -> Sequence[str]:
     """The stages of the model's file, with or without a search.
 
-    The search comes first where the method lacks what it finds, and is left out where the task has no
+    The search comes first where the method lacks its constants, and is left out where the task has no
     calibration questions.
 
     Args:

@@ -49,7 +49,7 @@ class RunConstants:
         weights: Fingerprint of the weights that the run used.
         source: Where the constants come from, in words.
         values: Every parameter of the method by name.
-        verdict: What the run says of the position bias, in words; empty where it measured none.
+        verdict: The run's verdict on the position bias, in words; empty where it measured none.
     """
 
     method: str
@@ -61,7 +61,7 @@ class RunConstants:
     verdict: str = ""
 
     def line(self, typed: Mapping[str, Any]) -> str:
-        """What is taken from the run, for the terminal; ``typed``: parameters that the user set."""
+        """The constants taken from the run, for the terminal; ``typed``: parameters set by the user."""
         values = ", ".join(f"{k} {v}" for k, v in self.values.items() if v is not None)
         line = f"method: {self.method} ({values}) from run {self.run}"
         others = {k: v for k, v in typed.items() if as_json(v) != self.values.get(k)}
@@ -136,16 +136,16 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
 
 
 def calibration_overlap(constants: RunConstants, task: Task) -> str:
-    """Say how many questions of a task were calibration prompts of the search that found some constants.
+    """Count the questions of a task that were calibration prompts of the search for some constants.
 
-    A task that takes the lines after those it evaluates for calibration takes others for another ``limit``.
+    A task that calibrates on the lines after its evaluation takes other lines under another ``limit``.
 
     Args:
         constants: The constants of a run.
         task: The task that is to be evaluated under them.
 
     Returns:
-        A sentence; empty where none was, or where this is not known.
+        A sentence; empty if there are none, or the number is unknown.
     """
     folder = Path(constants.folder)
     recorded = RunDir(folder).config().get("task")
@@ -202,7 +202,7 @@ def suggest_run(
         outputs: The outputs folder, which may not exist.
         method: Name of the method.
         checkpoint: The files of the model.
-        otherwise: What to say where there is no such run.
+        otherwise: Message where there is no such run.
     """
     candidates = _runs_with_constants(outputs, method)
     if candidates:

@@ -1,6 +1,6 @@
-"""What a run would take: prompts, tokens, memory and time, from config.json and the tokenizer.
+"""Cost of a run in advance: prompts, tokens, memory and time, from config.json and the tokenizer.
 
-Of many prompts the first :data:`COUNTED_CHARACTERS` characters are tokenised, the tokens of the others follow
+Of many prompts the first :data:`ESTIMATE_CHARACTERS` characters are tokenised, the tokens of the others follow
 from their length; replies count in full, and of choices the prompt alone.
 """
 
@@ -43,23 +43,25 @@ from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
 
 TIMED_BATCHES = 3
+"""Batches that are timed."""
 TIMED_STEPS = 8
-"""Batches that are timed, and tokens that each of them generates."""
+"""Tokens that each of the timed batches generates."""
 FIRST_TOKENS = 16
-"""Tokens behind which steps of generation are timed, where whole prompts are not read."""
-COUNTED_CHARACTERS = 500_000
+"""Tokens after which generation is timed, where whole prompts are not read."""
+ESTIMATE_CHARACTERS = 500_000
+"""Characters of the prompts of a stage that are tokenised for an estimate."""
 NO_LIMIT = 2**62
 
 
 def show(
     config: Config, reader: CheckpointReader, measure: bool, console: Console
 ) -> None:
-    """Print what a run of a model in process would take.
+    """Print the cost of a run of a model in process.
 
     Args:
         config: The run.
         reader: Its model without weights.
-        measure: Whether to run a few batches to tell the time, too.
+        measure: Whether to run a few batches to estimate the time, too.
         console: Where it is printed.
     """
     run = build_run(config, Console(quiet=True))
@@ -126,15 +128,15 @@ def estimate_run(
     config: Config,
     run: Run,
     methods: Mapping[str, Method] | None = None,
-    characters: int = COUNTED_CHARACTERS,
+    characters: int = ESTIMATE_CHARACTERS,
 ) -> list[WorkEstimate]:
-    """Estimate what each stage asks of the model; some studies cannot tell before.
+    """Estimate the workload of each stage; some studies do not know theirs in advance.
 
     Args:
         config: The run.
         run: The same run, its model without weights.
-        methods: Methods by name, those of several runs that share prefills; None: the run's own.
-        characters: Of the prompts of a stage so many are tokenised, and whole questions.
+        methods: Methods by name, from several runs that share prefills; None: the run's own.
+        characters: Number of characters of a stage's prompts to tokenise; rounded up to whole questions.
     """
     task = config.task
     stages = config.stages
@@ -171,7 +173,7 @@ def estimate_run(
 
 
 def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEstimate]:
-    """What the search asks of its calibration prompts, and of a second task that it watches."""
+    """Workload of the search: its calibration prompts, and the prompts of a second task that it watches."""
     task = config.task
     search = config.search
     estimates = []
@@ -205,7 +207,7 @@ def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEsti
 def _sample(
     examples: Sequence[Example], characters: int
 ) -> tuple[list[Example], float]:
-    """The first questions at all their gold positions, and how many times as many characters all have."""
+    """The first questions at all their gold positions, and the ratio of the characters of all examples to theirs."""
     questions = dict[str, list[Example]]()
     for example in examples:
         questions.setdefault(example.question_id, []).append(example)
@@ -241,7 +243,7 @@ def _estimate_rows(
 def _estimate_passes(
     run: Run, passes: InspectionPasses, method: Method, characters: int
 ) -> list[WorkEstimate]:
-    """What a study asks of prompts, inside a method."""
+    """Workload of a study inside a method."""
     share = None
     if passes.shared and method.prefill() == method:
         share = run.runtime.share
@@ -265,15 +267,15 @@ def _estimate_workload(
     workload: StudyWorkload,
     characters: int,
 ) -> WorkEstimate:
-    """What is counted in prompts of about one length.
+    """Workload of prompts of about one length.
 
     Args:
         run: The run.
-        stage: What the estimate is called.
+        stage: Name of the estimate.
         task: The task that asks the prompts.
         examples: Prompts from which the length is taken.
-        workload: How many are read.
-        characters: Of the prompts so many are tokenised.
+        workload: The number of prompts.
+        characters: Number of characters of the prompts to tokenise.
     """
     sample, _ = _sample(examples, characters)
     encoded = run.prompts.encode(sample, task)
@@ -313,7 +315,7 @@ def measure_speed(
     Args:
         run: The run; its model is loaded.
         costs: The model's sizes.
-        max_tokens: A batch is two prompts, of half as many tokens each; None: batches are read as they are.
+        max_tokens: Tokens of a batch, made of two prompts of half the length; None: batches are read as they are.
         max_seconds: After this time no further batch is timed.
     """
     asks_evaluation = {"intervene", "evaluate"} & set(run.stages)
@@ -342,7 +344,7 @@ def measure_speed(
                 prompts = [ids[: max_tokens // 2] for ids in prompts[:2]]
             one_token = _time_generation(lm, prompts, 1)
             if max_tokens:
-                # A step is short beside reading: it is timed behind a few tokens.
+                # A step is short compared with reading, so it is timed after a few tokens.
                 prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
                 first_token = _time_generation(lm, prompts_of_steps, 1)
             else:
@@ -360,7 +362,7 @@ def measure_speed(
 
 
 def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Seconds in which a model reads prompts and writes so many tokens behind each."""
+    """Seconds in which a model reads prompts and generates ``tokens`` after each."""
     started = time.perf_counter()
     lm.generate(
         prompts,
@@ -372,7 +374,7 @@ def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> f
 
 
 def _plain_reading(prompts: Sequence[Sequence[int]]) -> WorkEstimate:
-    """What it takes to read prompts that share nothing."""
+    """Workload of reading prompts that share nothing."""
     lengths = [len(prompt) for prompt in prompts]
     return WorkEstimate(
         "",

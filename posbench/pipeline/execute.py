@@ -81,19 +81,20 @@ STAGE_ACTIVITIES = {
     "evaluate": "evaluate: plans, scores and intervals",
     "report": "report: figures and page",
 }
-"""What a stage does where it shows no progress."""
+"""Message of a stage while it shows no progress."""
 ROW_STAGES = ("intervene", "evaluate")
 """Stages whose rows several runs make together, or several processes share out."""
 
-LARGER_BUDGET = 1.5
-"""A run that stopped at its budget goes on with one that is so many times as large; a part of a diagnosis has what the
-parts before it left, which differs a little when it is repeated."""
+RESUMING_BUDGET_RATIO = 1.5
+"""A run that stopped at its budget resumes if the budget grew by half; a part of a diagnosis gets the rest of a budget,
+which differs a little between repetitions."""
 USED_TIME = ".seconds_used.json"
 """File of a run folder with a budget: seconds that its sessions took. Hidden, so no part of its results."""
 RECORD_SECONDS = 2.0
-PROBE_TOKENS = 64
-LONG_PROBE_OPERATIONS = 1e11
-"""Operations of a checked prompt from which it is announced: about a second of one core."""
+CHECKED_TOKENS = 64
+"""Tokens of the prompt that checks a loaded model."""
+LONG_CHECK_OPERATIONS = 1e11
+"""Operations of that prompt from which it is announced: about a second of one core."""
 
 
 def execute(
@@ -114,8 +115,8 @@ def execute(
         command: The command line, for the record.
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
-        worker_main: What each of ``runtime.workers`` runs; without it this process makes all rows.
-        plan: What was chosen for the config's budget, see :func:`posbench.pipeline.apply_budget.apply_budget`.
+        worker_main: Entry point of each of ``runtime.workers``; without it this process makes all rows.
+        plan: The plan for the config's budget, see :func:`posbench.pipeline.apply_budget.apply_budget`.
         watch: Measures this session; None: from now on.
         shows_result: Whether tables are printed at the end of a run without the stage report.
 
@@ -192,8 +193,8 @@ def execute(
 def _has_ended(out: RunDir, config: Config) -> bool:
     """Whether all of a run is made.
 
-    One that stopped at its budget, or when it had asked enough, has no more to make with that setting: one with a much
-    larger budget goes on. Scores of ``posbench rescore`` are made again.
+    A run that stopped at its budget, or after enough questions, is finished under that setting and resumes under a much
+    larger budget. Scores of ``posbench rescore`` are made again.
     """
     if "evaluate" in config.stages and was_rescored(out):
         return False
@@ -212,7 +213,7 @@ def _has_current_report(out: RunDir, config: Config) -> bool:
 
 
 def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
-    """Whether what stopped a stage stops it with this config, too."""
+    """Whether the recorded reason for stopping a stage holds under this config, too."""
     if stage.get("decided"):
         return bool(config.runtime.until)
     if config.budget is None:
@@ -221,7 +222,7 @@ def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
     if budget_then is None:  # an older run does not say it
         return True
     unit, size = config.budget.amount
-    return unit in budget_then and size < LARGER_BUDGET * budget_then[unit]
+    return unit in budget_then and size < RESUMING_BUDGET_RATIO * budget_then[unit]
 
 
 def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
@@ -268,7 +269,7 @@ def _merge_shards(run: Run) -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Give torch the CPU threads of a run: those typed, else all, divided among its workers.
+    """Give torch the CPU threads of a run: the typed number, else all, divided among its workers.
 
     Rounding depends on them, so an earlier run of the process must not leave its own.
     """
@@ -277,7 +278,7 @@ def set_threads(config: Config) -> None:
 
 
 def is_shardable(config: Config) -> bool:
-    """Return whether processes can share out a run's rows: not those of a study, nor of a served model."""
+    """Return whether processes can share the rows of a run: not for a study or a served model."""
     makes_rows = bool(set(ROW_STAGES) & set(config.stages))
     return makes_rows and not config.study and config.model.in_process
 
@@ -287,7 +288,7 @@ def is_shardable(config: Config) -> bool:
 
 @contextmanager
 def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator[None]:
-    """Give a run with a budget of time its deadline, and record all the while how much of it is used."""
+    """Give a run with a budget of time its deadline, and record the used time regularly."""
     if budget is None or budget.seconds is None:
         yield
         return
@@ -315,7 +316,7 @@ def _seconds_used(out: RunDir) -> float:
 
 
 def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
-    """Record in the provenance what a budget chose, how long the run took, and where it stopped."""
+    """Record in the provenance the plan of a budget, the run's duration, and where it stopped."""
     facts = out.facts(PROVENANCE)
     facts["budget"] = {**plan.facts(), "taken": round(watch.total, 1)}
     stop = describe_stop(out.status())
@@ -325,7 +326,7 @@ def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
 
 
 def _record_begin(out: RunDir, plan: BudgetPlan | None) -> None:
-    """Record the budget of this session, and take back that an earlier one stopped: the run goes on."""
+    """Record the budget of this session, and clear the stop of an earlier one, for the run resumes."""
     facts = out.facts(PROVENANCE)
     if plan:
         facts["budget"] = plan.facts()
@@ -359,7 +360,7 @@ def _announce_long_run(config: Config, run: Run) -> None:
 
 
 class RunLocation(NamedTuple):
-    """What :func:`posbench.run.claim.find` looks a run's folder up by."""
+    """Arguments with which :func:`posbench.run.claim.find` looks up a run's folder."""
 
     outputs: Path
     suite: str
@@ -374,8 +375,8 @@ class RunLocation(NamedTuple):
 
         Args:
             config: The config.
-            identity: What tells the run from others, by :func:`posbench.pipeline.identity.identity`.
-            contents: What the files that it reads hold.
+            identity: Distinguishes runs; from :func:`posbench.pipeline.identity.identity`.
+            contents: Contents of the files that it reads.
         """
         suite = config.study_name or config.task.name
         if config.experiment:
@@ -400,7 +401,7 @@ class RunLocation(NamedTuple):
 
 
 class ClaimedRun(NamedTuple):
-    """A run whose folder is claimed, what the files that it reads hold, and its provenance."""
+    """A run whose folder is claimed, the contents of the files that it reads, and its provenance."""
 
     run: Run
     contents: Sequence[Content]
@@ -422,7 +423,7 @@ def claim_run(
         command: The command line, for the record.
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
-        plan: What was chosen for its budget, for the record.
+        plan: The plan for its budget, for the record.
 
     Raises:
         UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
@@ -473,7 +474,7 @@ def _check_cut_prompts(config: Config, run: Run) -> None:
     """Refuse prompts that a cut leaves without their gold item.
 
     Raises:
-        UserError: The first of them.
+        UserError: The first fault.
     """
     is_asked = {"intervene", "evaluate", "study"} & set(config.stages)
     if not is_asked or not config.uses_model or not config.uses_task:
@@ -484,7 +485,7 @@ def _check_cut_prompts(config: Config, run: Run) -> None:
 
 
 def make_run_folder(config: Config, command: str) -> Path:
-    """Return the folder of a run that other processes are to make; it is made where there is none yet.
+    """Return the folder for a run in other processes; it is made if there is none yet.
 
     It then holds config and provenance.
 
@@ -506,7 +507,7 @@ def make_run_folder(config: Config, command: str) -> Path:
 
 
 def recorded_config(folder: Path) -> Config:
-    """Return the config of a run folder, from what it records alone.
+    """Return the config of a run folder, from its record alone.
 
     Raises:
         UserError: It is no run folder, or the code, a file or a setting has changed since.
@@ -527,7 +528,7 @@ def recorded_config(folder: Path) -> Config:
         raise UserError("run folder", str(folder), allowed, hint)
     text = out.facts(PROVENANCE).get("budget", {}).get("budget")
     budget = Budget.parse(text) if text else None
-    # What a run may spend on a server holds for whoever goes on with it; a time was that of one session.
+    # A spending limit on a server holds for every session; a time limit held for one.
     if budget and (budget.tokens or budget.usd):
         config = replace(config, budget=budget)
     return config
@@ -549,7 +550,7 @@ def find_finished_run(config: Config) -> Path | None:
 
 
 def missing_sources(config: Config) -> list[Source]:
-    """Return what a run would download first; empty if all of it is here.
+    """Return the files that a run would download first; empty if all are here.
 
     Raises:
         UserError: Model and task do not go together.
@@ -566,7 +567,7 @@ def missing_sources(config: Config) -> list[Source]:
 
 
 def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
-    """Load the model and refuse what only its weights show, so that bad input leaves no folder behind.
+    """Load the model and refuse settings that fail only with the weights, so that bad input leaves no folder behind.
 
     All else :func:`posbench.pipeline.prepare.prepare` has refused.
 
@@ -582,11 +583,11 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         return served_run.check_backend(config, run)
     if config.uses_model:
         vocabulary = families.text_config(run.lm.model).vocab_size
-        num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
+        num_tokens = min(CHECKED_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
         parameters = Costs.of(run.lm).parameters
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
-            if 2 * parameters * len(ids) > LONG_PROBE_OPERATIONS:
+            if 2 * parameters * len(ids) > LONG_CHECK_OPERATIONS:
                 message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"
                 run.console.print(message, soft_wrap=True, markup=False)
             with (

@@ -1,7 +1,7 @@
 """Defaults that fit the model: prompts within its context window, of text that its tokenizer spells.
 
-What the user typed is never changed: it is refused with the number that would fit. What an experiment asks is kept
-as long as it fits, however tight. Nothing here reads weights.
+Settings typed by the user are never changed: they are refused with the number that would fit. An experiment's are kept
+where they fit, however tightly. Nothing here reads weights.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FitToModel:
         self.adjustments = dict[str, Adjustment]()
 
     def fit_to_tokenizer(self, faults: Faults) -> None:
-        """Fit task, search and study to the tokenizer and the window; collect what the user has to change."""
+        """Fit task, search and study to the tokenizer and the window; collect the faults that the user has to mend."""
         for fit in (self.fit_task, self.fit_search, self.fit_study):
             with faults.collecting():
                 fit()
@@ -81,7 +81,7 @@ class FitToModel:
         """Shorten replies, and put fewer items into a prompt.
 
         Raises:
-            UserError: The task does not fit, or the user typed what does not.
+            UserError: The task does not fit, or a typed setting does not.
         """
         config = self.config
         task = config.task
@@ -90,7 +90,7 @@ class FitToModel:
         if not config.uses_task or not (measures or "search" in stages):
             return
         if "search" in stages:
-            task.examples("calibration")  # what is wrong with them is raised first
+            task.examples("calibration")  # raises their own faults first
         if not isinstance(task, GoldPositionTask) and stages <= {"study", "report"}:
             return  # studies choose among such prompts
         examples = _longest_examples(task)
@@ -104,7 +104,7 @@ class FitToModel:
         """Shorten random strings, made of tokens where the tokenizer spells no letters.
 
         Raises:
-            UserError: The user typed what does not fit.
+            UserError: A typed setting does not fit.
         """
         if "search" not in self.config.stages:
             return
@@ -125,7 +125,7 @@ class FitToModel:
         """Shorten the texts of a study.
 
         Raises:
-            UserError: The user typed what does not fit.
+            UserError: A typed setting does not fit.
         """
         study = self.config.study
         if study is None:
@@ -153,7 +153,7 @@ class FitToModel:
             self._change("runtime", {"batch_tokens": max_tokens}, reason)
 
     def leave_prompts_uncut(self) -> None:
-        """Send prompts as they are where there is no tokenizer to count their tokens.
+        """Send prompts uncut, for there is no tokenizer to count their tokens.
 
         Raises:
             UserError: The user typed that they are cut.
@@ -169,14 +169,14 @@ class FitToModel:
     def fit_by_characters(
         self, tokens_per_character: float, overhead_tokens: int
     ) -> list[str]:
-        """Fit prompts to the window of a server that counted the tokens of a piece of them.
+        """Fit prompts to the window of a server that counted the tokens of a sample of their text.
 
         Args:
             tokens_per_character: Tokens of a character of the prompts.
-            overhead_tokens: Tokens of a prompt beside its text.
+            overhead_tokens: Tokens of a prompt outside its text.
 
         Returns:
-            What does not fit all the same, in words.
+            Prompts that may still not fit, in words.
 
         Raises:
             UserError: The user typed more items than fit.
@@ -228,7 +228,7 @@ class FitToModel:
         """Set fields of a group of the config.
 
         Raises:
-            UserError: The user set one of them.
+            UserError: The user set one of the fields.
         """
         faults = Faults()
         section = getattr(self.config, group)
@@ -268,7 +268,7 @@ class FitToModel:
             self._change("task", {"max_new_tokens": new_value}, self._window_reason)
 
     def _reply_with_one_word(self) -> None:
-        """Shorten replies to the longest answer: of so few words a long reply holds the right one by luck."""
+        """Limit replies to the longest answer: with few possible words, a long reply contains the right one by luck."""
         if self._is_typed("task.max_new_tokens"):
             return
         examples = self.config.task.evaluation()
@@ -318,7 +318,7 @@ class FitToModel:
                 self._fit_items(_longest_examples(now))
 
     def _reduce_items(self, task: GoldPositionTask, num_fitting: int) -> None:
-        """Put at most so many items into a prompt."""
+        """Put at most ``num_fitting`` items into a prompt."""
         if num_fitting < 2:
             name = self.reader.name
             allowed = f"a model whose window holds two items of {task.name}: {self._window_reason}"
@@ -384,7 +384,7 @@ class FitToModel:
         is_given = self._is_given(f"task.{task.sizes[0]}")
         max_items = max(getattr(task, name) for name in task.sizes)
         for count in range(max_items, 0, -1):
-            # Where the size is given, what is tight but fits must go on to run.
+            # If the size is given, a tight fit must still run.
             slack = 0.0
             if not is_given:
                 slack = SLACK_DEVIATIONS * deviation * math.sqrt(count / num_items)

@@ -1,4 +1,4 @@
-"""A run fitted to a model that is not in this process: to its tokenizer, or to what its server tells."""
+"""Fit a run to a served model: to its tokenizer, or to the properties of its server."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from posbench.run.budget import Budget
 def fit_to_server(
     config: Config, asks_calibration: bool, budget: Budget | None, faults: Faults
 ) -> tuple[FitToModel, list[str]]:
-    """Ask a server what it takes, and fit the defaults of a run to that.
+    """Probe a server, and fit the defaults of a run to its properties.
 
     Args:
         config: The run.
-        asks_calibration: Whether calibration prompts are asked beside those of the stages.
-        budget: What asking may take; None: the budget of the config, if it has one.
-        faults: Where what the user has to change is collected.
+        asks_calibration: Whether calibration prompts are asked in addition to the prompts of the stages.
+        budget: Budget of the probe; None: the budget of the config, if it has one.
+        faults: Collects the faults that the user has to mend.
 
     Returns:
-        The fitted run; and in words which prompts do not fit, and what differs from a model in process.
+        The fitted run; and in words which prompts do not fit, and how replies differ from a model in process.
     """
     config = probe_server_if_it_answers(config, budget)
     fit, notes = _fit(config, asks_calibration, faults)
@@ -52,7 +52,7 @@ def _fit(
     config: Config, asks_calibration: bool, faults: Faults
 ) -> tuple[FitToModel, list[str]]:
     """Fit a run to the tokenizer, or without one to the window; also return which prompts do not fit, in words."""
-    # A served model's tokenizer stands in for a checkpoint.
+    # A served model's tokenizer replaces a checkpoint.
     reader: Any = text_encoder(config.model)
     fit = FitToModel(config, reader, asks_calibration)
     notes: list[str] = []
@@ -67,10 +67,10 @@ def _fit(
 
 
 def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
-    """Fit prompts to the window of a server whose tokenizer is not known; return what does not fit, in words.
+    """Fit prompts to the window of a server whose tokenizer is not known; return the misfits, in words.
 
     Raises:
-        UserError: The user typed what does not fit.
+        UserError: A typed setting does not fit.
     """
     server = fit.config.server
     if server is None or encoder.context_window >= NO_WINDOW:
@@ -85,7 +85,7 @@ def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
         return []
     long_prompts = fit.fit_by_characters(per_character, overhead)
     if is_cut and long_prompts:
-        # They would be answered all the same.
+        # The server would answer them cut.
         allowed = f"shorter prompts: {delivery}"
         hint = f"{LARGER_WINDOW}, or leave out what is longer"
         raise UserError("task", fit.config.task.name, allowed, hint)
@@ -93,7 +93,7 @@ def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
 
 
 def _blame_server(faults: Faults, config: Config) -> None:
-    """Say in each fault that a server reads only the beginning, or another part, of long prompts."""
+    """Add to each fault that the server reads only a part of long prompts."""
     delivery = str(config.server.delivery) if config.server else ""
     blamed = []
     for error in faults.found:

@@ -1,4 +1,4 @@
-"""What distinguishes runs: all that can move a number, and nothing else; and where a run was made."""
+"""The identity of a run: everything that can move a number, and nothing else; and where the run was made."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ BY_CHOICE = (
     "studies",
     "embedded",
 )
-"""Parts of which a run uses what its classes import. A changed figure, page or message moves no number."""
-BACKENDS = "backends"
+"""Parts of which a run uses only the imports of its classes. A changed figure, page or message moves no number."""
+BACKENDS_PART = "backends"
 """The part of runs whose model is not in this process."""
 DATA_SUFFIXES = (".json", ".yaml", ".jinja")
-"""Files beside the code that it computes with: tables, shapes and chat templates."""
+"""Data files next to the code: tables, shapes and chat templates."""
 SERVED_SETTINGS = (
     "base_url",
     "server_name",
@@ -63,7 +63,7 @@ SERVED_SETTINGS = (
     "chat_template",
     "context_window",
 )
-"""Settings of a served model that can move a number, or stand for what can."""
+"""Settings of a served model that can move a number."""
 MODEL_SETTINGS = (
     "dtype",
     "attention",
@@ -72,15 +72,16 @@ MODEL_SETTINGS = (
     "context_window",
     "allow_partial",
 )
+"""Settings of a model in process that can move a number."""
 RUNTIME_SETTINGS = ("batch_size", "batch_tokens", "round_questions", "share")
-"""Settings that can move a number."""
+"""Settings of the runtime that can move a number."""
 CODE_DIGITS = 12
 DATA_DIGITS = 16
 SHOWN_DIGITS = 12
 
 
 def input_sources(config: Config) -> list[sources.Source]:
-    """Return the files that a run reads: checkpoint, data, and those of its method, search and study."""
+    """Return the files that a run reads, for checkpoint, data, method, search and study."""
     needed: list[sources.Source] = []
     if config.uses_model:
         needed += config.model.files
@@ -109,7 +110,7 @@ def input_sources(config: Config) -> list[sources.Source]:
 
 
 def run_contents(config: Config) -> list[Content]:
-    """Return what the files of a run hold.
+    """Return the contents of the files of a run.
 
     Raises:
         UserError: One is missing, or cannot be read or downloaded.
@@ -118,13 +119,13 @@ def run_contents(config: Config) -> list[Content]:
 
 
 def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
-    """Return what, apart from method and settings of the task, can move a number.
+    """Return everything that can move a number, apart from method and task settings.
 
     That is code, libraries, weights, data, kernel, precision, kind of device.
 
     Args:
         config: The run.
-        read: What its files hold, by :func:`run_contents`.
+        read: Contents of its files, by :func:`run_contents`.
 
     Raises:
         UserError: The method's constants come from a run of other weights.
@@ -139,7 +140,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     }
     if config.uses_model and not config.model.in_process:
         return facts | model_identity(config, read)
-    # A login node may lack what its jobs have.
+    # A login node may lack the jobs' hardware.
     if runtime.device == "auto":
         facts["device"] = torch_device(runtime.device).type
     else:
@@ -155,7 +156,7 @@ def need_constants_of_weights(config: Config, read: Sequence[Content]) -> None:
 
     Args:
         config: The run.
-        read: What its files hold, by :func:`run_contents`.
+        read: Contents of its files, by :func:`run_contents`.
 
     Raises:
         UserError: The weights differ.
@@ -176,17 +177,17 @@ def need_constants_of_weights(config: Config, read: Sequence[Content]) -> None:
 
 
 def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
-    """Return what of a run's identity tells its model: weights, and how they are computed with.
+    """Return the part of a run's identity that concerns its model: weights, and the arithmetic on them.
 
     Args:
         config: The run.
-        read: What its files hold, by :func:`run_contents`.
+        read: Contents of its files, by :func:`run_contents`.
     """
     if not config.uses_model:
         return {}
     model = config.model
     if not model.in_process:
-        # What the server computes with is not known: its address and the model's name there stand for it.
+        # The server's weights are unknown: its address and the model's name identify them.
         served = {name: getattr(model, name) for name in SERVED_SETTINGS}
         # Whose key it is moves no number.
         served["extra_body"] = without_named_secrets(model.extra_body)
@@ -199,14 +200,14 @@ def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
 
 
 def threads(config: Config) -> int | None:
-    """Return the CPU threads of a run: the user's, else those of the model's file where it uses a model."""
+    """Return the CPU threads of a run: the user's, else the default of the model's file where the run uses a model."""
     if config.runtime.threads:
         return config.runtime.threads
     return config.model.threads if config.uses_model else None
 
 
 def version_key() -> dict[str, Any]:
-    """Return what runs of one version folder share: posbench's code.
+    """Return the identity of posbench's code, which runs of one version folder share.
 
     So an experiment and a sweep, whose runs may differ in all else, stay in one version.
     """
@@ -216,12 +217,12 @@ def version_key() -> dict[str, Any]:
 def run_name(
     config: Config, run_identity: Mapping[str, Any], read: Sequence[Content]
 ) -> str:
-    """Return the name of a run's folder: what it is, and a hash of what moves its numbers.
+    """Return the name of a run's folder: a readable name, and a hash of everything that moves its numbers.
 
     Args:
         config: The run.
         run_identity: Its identity, by :func:`identity`.
-        read: What its files hold, by :func:`run_contents`.
+        read: Contents of its files, by :func:`run_contents`.
     """
     runtime = config.runtime
     raw = hash_paths(config.raw, read)
@@ -298,14 +299,14 @@ def _is_ours(module: str) -> bool:
 def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
     """The code of posbench that moves numbers of runs with these modules, by its path in the package.
 
-    It is what it was when this process first looked.
+    Read once per process, at the first call.
 
     Args:
-        roots: Dotted names of modules, beside those of :data:`ALWAYS`.
+        roots: Dotted names of modules, in addition to :data:`ALWAYS`.
     """
     counted = [*ALWAYS, *BY_CHOICE]
-    if any(name.startswith(f"posbench.{BACKENDS}.") for name in roots):
-        counted.append(BACKENDS)
+    if any(name.startswith(f"posbench.{BACKENDS_PART}.") for name in roots):
+        counted.append(BACKENDS_PART)
     counted_folders = [paths.PACKAGE / part for part in counted]
     names = set(roots)
     pending = [file for name in names for file in _files_of_module(name)]
@@ -340,7 +341,7 @@ def _code_of(file: Path) -> SourceCode:
 
 
 def _files_of_module(name: str) -> list[Path]:
-    """The file of one of posbench's modules, with those of the packages around it."""
+    """The file of one of posbench's modules, and the ``__init__`` files of the packages around it."""
     folder = paths.PACKAGE
     files = []
     for part in name.split(".")[1:]:
@@ -350,7 +351,7 @@ def _files_of_module(name: str) -> list[Path]:
 
 
 def _data_files(modules: Iterable[Path]) -> set[Path]:
-    """Data files of modules: those of a module's own name, and those that belong to no module of their folder."""
+    """Data files of modules: files with a module's own name, and files without a module of that name."""
     modules = set(modules)
     data_files = set[Path]()
     for folder in {module.parent for module in modules}:
@@ -373,7 +374,7 @@ def provenance(
     run_identity: Mapping[str, Any],
     read: Sequence[Content],
 ) -> dict[str, Any]:
-    """Return versions, hardware and origin of a run, and what it reads.
+    """Return versions, hardware and origin of a run, and the files it reads.
 
     Model and task are in it only where they take part.
 
@@ -381,7 +382,7 @@ def provenance(
         config: The run.
         command: The command line.
         run_identity: Its identity, by :func:`identity`.
-        read: What its files hold, by :func:`run_contents`.
+        read: Contents of its files, by :func:`run_contents`.
     """
     facts: dict[str, Any] = {
         "command": command,
@@ -423,7 +424,7 @@ def provenance(
 def need_same_contents(
     needed: Sequence[sources.Source], facts: Mapping[str, Any]
 ) -> None:
-    """Refuse files of a task or a checkpoint that do not hold what a run read.
+    """Refuse files of a task or a checkpoint that changed since the run.
 
     Args:
         needed: The files.

@@ -1,7 +1,7 @@
-"""Runs that were submitted to a cluster: what their folders record of it, and how they stand.
+"""Runs submitted to a cluster: the records in their folders, and their states.
 
 submitit's own state of a job asks ``sacct``, which clusters without accounting lack, and knows nothing of the run:
-here its folder, its lock and ``squeue`` tell it.
+here the run's folder, its lock and ``squeue`` give the state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from posbench.run.shards import is_running, missing_shards
 from posbench.schema import Count, no_other_keys
 
 JobState = Literal["done", "damaged", "running", "waiting", "failed", "lost", "unknown"]
-"""How a submitted run stands."""
+"""The state of a submitted run."""
 ENDED = ("failed", "incomplete", "mixed")
 SQUEUE_TIMEOUT_SECONDS = 20
 LAUNCHER_PREFIXES = ("srun:", "submitit ", "INFO ")
-"""Beginnings of lines that submitit and srun print of themselves, as that a task failed."""
+"""Prefixes of lines that submitit and srun print themselves, such as that a task failed."""
 
 
 @no_other_keys
@@ -92,7 +92,7 @@ def submissions(folder: Path) -> list[Submission]:
 
 
 def record_submission(folder: Path, submission: Submission) -> None:
-    """Add a submission to those of a run; one of the same id is replaced."""
+    """Add a submission to a run's list; one of the same id is replaced."""
     remaining = [entry for entry in submissions(folder) if entry.id != submission.id]
     _write(folder, [*remaining, submission])
 
@@ -163,7 +163,7 @@ def queued_jobs() -> Queue:
 
 
 def run_state(folder: Path, queued: Queue) -> tuple[JobState, str]:
-    """Return how a submitted run stands, and a note on it.
+    """Return the state of a submitted run, and a note on it.
 
     Args:
         folder: The run.
@@ -171,7 +171,7 @@ def run_state(folder: Path, queued: Queue) -> tuple[JobState, str]:
 
     Returns:
         ``done``, ``damaged``, ``running`` (a process owns it or a shard), ``waiting`` (in the queue),
-        ``failed``, ``lost`` (no job of it is left) or ``unknown`` (not done, and the queue cannot be read);
+        ``failed``, ``lost`` (none of its jobs is left) or ``unknown`` (not done, and the queue cannot be read);
         and the note, which may be empty.
     """
     run = open_run_dir(folder)

@@ -31,30 +31,30 @@ from posbench.files.atomic import write_text
 from posbench.files.secrets import without_typed_secrets
 from posbench.pipeline.arguments import Request
 
-BASIC = {
+HYDRA_DEFAULTS = {
     "hydra/launcher": "basic",
     "hydra/sweeper": "basic",
     "hydra/callbacks": None,
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
 }
-"""What a config chooses of Hydra's own unless it says so; see :func:`runs_by_hydra`."""
+"""Hydra's own settings of a config unless it chooses others; see :func:`runs_by_hydra`."""
 SWEEP = "POSBENCH_SWEEP"
 """Environment variable with a sweep's folder, Hydra's ``sweep.dir``: a launcher keeps its files there."""
 MAX_ERROR_LENGTH = 300
 
 Record = dict[str, Any]
-"""What is left of a job: its ``overrides``, whether it is one of a ``multirun``, its run's ``folder``, the exit
-``status``, and where nothing else says it the ``error``."""
+"""The record of a job: its ``overrides``, whether it is one of a ``multirun``, its run's ``folder``, the exit
+``status``, and an ``error`` that is recorded nowhere else."""
 
 
 def compose_jobs(request: Request) -> list[DictConfig]:
-    """Compose the config of each job, with what Hydra says of the job under its key ``hydra``.
+    """Compose the config of each job, with Hydra's description of the job under its key ``hydra``.
 
     Hydra's Compose API takes a third of the time of ``hydra.main``, which composes every job twice.
 
     Args:
-        request: What to compose.
+        request: The request.
     """
     with _hydra_of(request) as (parser, search_override):
 
@@ -64,7 +64,7 @@ def compose_jobs(request: Request) -> list[DictConfig]:
             return hydra.compose(request.config, overrides, return_hydra_config=True)
 
         def compose_job(number: int, job: Sequence[str]) -> DictConfig:
-            # Hydra lays values over what the choices make, in their order: jobs of the same choices share it.
+            # Hydra applies values after the choices, in order, so jobs with the same choices share a composition.
             values = [override for override in job if override.startswith("++")]
             choices = tuple(override for override in job if override not in values)
             config = copy.deepcopy(compose_choices(choices))
@@ -110,7 +110,8 @@ def _split(parser: OverridesParser, overrides: Sequence[str]) -> list[tuple[str,
 def runs_by_hydra(request: Request, configs: Sequence[DictConfig]) -> bool:
     """Return whether Hydra itself must run jobs: they choose a launcher, or another part of its own config."""
     return any(map(_is_hydra_key, request.overrides)) or any(
-        not BASIC.items() <= config.hydra.runtime.choices.items() for config in configs
+        not HYDRA_DEFAULTS.items() <= config.hydra.runtime.choices.items()
+        for config in configs
     )
 
 
@@ -146,7 +147,7 @@ def _search_path(folders: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def hydra_cleared() -> Iterator[None]:
-    """Keep what Hydra holds of the process out of the block, and what the block leaves there out of the process."""
+    """Clear Hydra's global state before the block and after it."""
     GlobalHydra.instance().clear()
     try:
         yield
@@ -206,7 +207,7 @@ def _text_help() -> Iterator[None]:
 
 @contextmanager
 def launch_folder(outputs: str) -> Iterator[Path]:
-    """Make the folder of a launched sweep, and remove it unless a job of it failed.
+    """Make the folder of a launched sweep, and remove it unless one of the jobs failed.
 
     Records and the launcher's logs lie under the outputs, as jobs may run on other machines.
     """

@@ -45,11 +45,11 @@ KEY_OF_EXPERIMENT = re.compile(r"(task|method|search|study)(\.(?!path\b)\w+)*")
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What can run.
+    """A run that is ready to start.
 
     Attributes:
         config: The config, its defaults fitted to the model.
-        warnings: The changes of defaults, what a server cannot do, and quantised weights, a line each.
+        warnings: Changed defaults, limits of a server, and quantised weights, a line each.
         reader: The checkpoint without its weights; None where the run looks at none.
     """
 
@@ -68,12 +68,12 @@ def prepare(
 
     Args:
         composed: The config as composed.
-        download: Whether what is not on this machine may be downloaded; else it is an obstacle.
-        asks_calibration: Whether calibration prompts are asked beside those of the stages.
-        budget: What asking a server beforehand may take; None: the budget of the config, if it has one.
+        download: Whether missing files may be downloaded; else they are obstacles.
+        asks_calibration: Whether calibration prompts are asked in addition to the prompts of the stages.
+        budget: Budget of probing a server; None: the budget of the config, if it has one.
 
     Raises:
-        UserError: The obstacles, all of them.
+        UserError: All obstacles together.
     """
     try:
         return _prepare(composed, download, asks_calibration, budget)
@@ -181,7 +181,7 @@ def _check_constants(config: Config) -> None:
 
 
 def _dequantised(needed: Sequence[Source]) -> list[str]:
-    """What it means that weights were quantised, a line for each GGUF file that holds such."""
+    """Warnings that weights were quantised, a line for each such GGUF file."""
     lines = []
     for source in needed:
         if not source.is_converted:
@@ -252,7 +252,7 @@ def _note_method_left_out(fit: FitToModel, chosen: str) -> None:
 
 
 def silence_transformers() -> None:
-    """Keep transformers from printing bars and warnings: posbench reports what matters itself."""
+    """Keep transformers from printing bars and warnings: posbench reports the relevant ones itself."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
@@ -263,13 +263,13 @@ def build_run(
     identity: Mapping[str, Any] | None = None,
     contents: Sequence[Content] = (),
 ) -> Run:
-    """Build what stages receive; it has no folder yet.
+    """Build the input of the stages, without a folder.
 
     Args:
         config: The checked config.
         console: Where progress and tables go.
-        identity: What tells the run from others, see :func:`posbench.pipeline.identity.identity`.
-        contents: What the files that it reads hold.
+        identity: Distinguishes runs, see :func:`posbench.pipeline.identity.identity`.
+        contents: Contents of the files that it reads.
     """
     return Run(
         model=config.model,
@@ -299,7 +299,7 @@ def _check_parts(
         faults: The faults that were found before.
 
     Raises:
-        UserError: All faults, those found before among them.
+        UserError: All faults, earlier ones included.
     """
     run = build_run(config, Console(quiet=True))
     faulty_groups = {fault.field.partition(".")[0] for fault in faults.found}
@@ -314,7 +314,7 @@ def _check_parts(
             if "task" not in faulty_groups:
                 _check_prompts_of_method(run, config)
         if not has_outline:
-            faults.raise_any()  # what follows would load the weights
+            faults.raise_any()  # the checks below would load the weights
     if config.study and "task" not in faulty_groups:
         with faults.collecting():
             config.study.check(run)
@@ -329,7 +329,7 @@ def _check_parts(
 
 
 def _check_prompts_of_method(run: Run, config: Config) -> None:
-    """Refuse a method that reads or rewrites prompts where what runs gives it none to read or rewrite.
+    """Refuse a method that reads items or rewrites prompts where the stages do not support it.
 
     Raises:
         UserError: The task's prompts have no items, or a study or search looks at them as they are.
@@ -355,7 +355,7 @@ def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
     """Yield the longest prompt (in characters) of each split that the stages ask, as tokens.
 
     Raises:
-        UserError: It does not fit the window, or the tokenizer does not tell its choices apart.
+        UserError: It does not fit the window, or the tokenizer gives two of its choices the same tokens.
     """
     if "search" in stages:
         examples = run.task.examples("calibration")

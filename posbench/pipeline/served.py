@@ -1,4 +1,4 @@
-"""A run of a served model, before its first prompt: what the server is called and takes, and what the run takes."""
+"""Preparation of a served run: probe the server for its model's name, API and limits, and estimate the cost."""
 
 from __future__ import annotations
 
@@ -49,45 +49,47 @@ from posbench.run.heartbeat import doing
 from posbench.run.progress import duration
 from posbench.tasks import Example, Task
 
-ANSWER_TOKENS = 4
-"""Tokens that a reply has beside its answer, about."""
+REPLY_OVERHEAD_TOKENS = 4
+"""Tokens of a reply in addition to the answer, approximately."""
 ASSUMED_TOKENS_PER_CHARACTER = 0.4
 """Where neither a server nor a tokenizer counts: English text has about 0.25, random characters 0.6."""
 UNPRICED_TOKENS = 200_000
 """Tokens of unknown price that a server may be asked for without a question."""
 _PROFILES: dict[str, ServerProfile] = {}
-"""What this process learned of servers, by the kind of requests: several runs of one command ask the same one."""
+"""Profiles of the probed servers, by kind of request; runs of one command share them."""
 SAMPLE_CHARACTERS = 4000
+"""Most characters of the task's prompts whose tokens a server counts before the run."""
 MIN_SAMPLE_CHARACTERS = 400
+"""Fewest characters of that sample."""
 PIECE_CHARACTERS = 1000
-"""Characters of the task's prompts whose tokens a server counts before the run, at most and at least, and those of one
-prompt."""
+"""Characters of the sample from one prompt."""
 _DELIVERIES: dict[tuple[str, str], tuple[int, Delivery, tuple[Timing, ...]]] = {}
-"""Of each server and kind of text the longest prompt that was checked, in characters, what that told, and the times."""
+"""By server and kind of text: characters of the longest checked prompt, the result, and the times."""
 LARGER_WINDOW = "give the server a larger window (Ollama: num_ctx; a router: turn its compression off)"
 COUNTED_PROMPTS = 16
 """Prompts whose tokens are counted where the tokenizer is known."""
 PARALLEL_SECONDS = 20.0
-"""Time that requests sent at once may take if they are answered one by one; else two are sent."""
+"""Longest time of requests sent at once if the server answers one by one; beyond it, two are sent."""
 PARALLEL_SHARE = 0.5
+"""Share of the time left that these requests may take."""
 DELIVERY_SHARE = 0.5
-"""Shares of the time left that these requests may take, and the check that prompts arrive whole."""
+"""Share of the time left that the check that prompts arrive whole may take."""
 PROBE_SHARE = 0.2
-"""Share of a budget of tokens or money that each of them may take."""
+"""Share of a budget of tokens or money that the parallel requests or the delivery check may take."""
 DELIVERY_LENGTHS = 2.2
-"""What that check asks, in lengths of the longest prompt: it as a whole, its halves, and short pieces."""
-SAME_LENGTH = 1.02
-"""A prompt that is longer by less than this than one that arrived whole is not checked again."""
-SIZES = ("limit", "positions", "seed", "max_new_tokens", "calibration_examples")
-"""Fields of a task that do not change what kind of text its prompts are."""
+"""Length of the delivery check in longest prompts: the whole prompt, its halves, and short pieces."""
+SAME_LENGTH_RATIO = 1.02
+"""A prompt up to this factor longer than one that arrived whole is not checked again."""
+SIZE_FIELDS = ("limit", "positions", "seed", "max_new_tokens", "calibration_examples")
+"""Fields of a task that do not change the kind of text in its prompts."""
 
 
 class _Probe:
-    """What a probe may take, and what it sends.
+    """The requests of a probe, within a budget.
 
     Args:
         config: The run of a served model.
-        budget: What the run, or the diagnosis that it is part of, may take; None: anything.
+        budget: Budget of the run, or of the diagnosis that includes the run; None: no limit.
     """
 
     def __init__(self, config: Config, budget: Budget | None) -> None:
@@ -135,7 +137,7 @@ class _Probe:
         """Raise UserError where the time is over in the block.
 
         Args:
-            what: What was asked in it.
+            what: Description of the requests.
         """
         with doing(f"asking the server {self.config.model.base_url}: {what}"):
             try:
@@ -149,17 +151,17 @@ class _Probe:
 
 
 def probe_server(config: Config, budget: Budget | None = None) -> Config:
-    """Ask a server what its model is called and what it takes, and fill in what the user left to that.
+    """Probe a server for its model's name and limits, and fill in the settings that the user left open.
 
     Args:
         config: The run of a served model.
-        budget: What the probe may take; None: as the config says.
+        budget: Budget of the probe; None: the config's.
 
     Returns:
         The config with name, API, thinking tokens and window of the model, and with the profile of its server.
 
     Raises:
-        UserError: The server lists several models and the user named none, refuses what the user set, or does not
+        UserError: The server lists several models and the user named none, refuses a typed setting, or does not
             answer within the budget.
         MachineError: It does not answer.
     """
@@ -213,14 +215,14 @@ def probe_server(config: Config, budget: Budget | None = None) -> Config:
 
 
 def _kind_of_text(task: Task) -> str:
-    """What tells the texts of a task from those of another one, whatever their number and length."""
-    left_out = (*SIZES, *getattr(task, "sizes", ()), "calibration_positions")
+    """A key of the kind of text in a task's prompts, whatever their number and length."""
+    left_out = (*SIZE_FIELDS, *getattr(task, "sizes", ()), "calibration_positions")
     values = {k: v for k, v in vars(task).items() if k not in left_out}
     return repr(sorted(values.items()))
 
 
 def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str) -> None:
-    """Count the tokens of a sample of the prompts, time it, and find out how many requests are answered at once."""
+    """Count the tokens of a sample of the prompts, time it, and measure the number of parallel requests."""
     endpoint = probe.endpoint
     concurrency = probe.config.model.concurrency
     with probe.in_time("tokens and time of a piece of the prompts"):
@@ -250,10 +252,10 @@ def check_prompts_arrive(
     Args:
         config: The run, its prompts fitted to the window that is known.
         unfitted: The same run before that.
-        budget: What the check may take; None: as the config says.
+        budget: Budget of the check; None: the config's.
 
     Returns:
-        ``config`` where prompts arrive whole or that cannot be told, as its server's profile says; else ``unfitted``
+        ``config`` where prompts arrive whole or the server's profile says that nobody can know; else ``unfitted``
         with the window that the server really has.
 
     Raises:
@@ -271,7 +273,9 @@ def check_prompts_arrive(
     length = len(longest.prompt)
     probe = _Probe(config, budget)
     known = _DELIVERIES.get(key)
-    if known is None or (known[1].limit is None and length > SAME_LENGTH * known[0]):
+    if known is None or (
+        known[1].limit is None and length > SAME_LENGTH_RATIO * known[0]
+    ):
         known = (length, _deliver(probe, longest), ())
     _, delivery, timings = known
     speed = profile.speed
@@ -318,7 +322,7 @@ def _time_prompt(probe: _Probe, longest: Example, speed: ServerSpeed) -> None:
 
 
 def _deliver(probe: _Probe, longest: Example) -> Delivery:
-    """Whether the longest prompt arrives whole, where the budget and what was agreed to leave room for asking."""
+    """Whether the longest prompt arrives whole; checked if the budget and the user's consent leave room for it."""
     endpoint = probe.endpoint
     profile = endpoint.profile
     length = len(longest.prompt)
@@ -347,13 +351,13 @@ def _deliver(probe: _Probe, longest: Example) -> Delivery:
 
 
 def _may_be_asked(config: Config, tokens: float) -> bool:
-    """Whether a server may be asked so much before the user agreed to the run."""
+    """Whether a server may be sent these requests before the user agreed to the run."""
     is_local = is_on_this_machine(str(config.model.base_url))
     return is_local or config.runtime.yes or tokens <= UNPRICED_TOKENS
 
 
 def _with_limit(config: Config, delivery: Delivery, longest: Example) -> Config:
-    """The config with the window that a server has who drops what is over it.
+    """The config with the window of a server that drops the excess of longer prompts.
 
     Raises:
         UserError: The user typed a larger one.
@@ -391,7 +395,7 @@ def _with_name(
         listing_problem: Why its list could not be read.
 
     Raises:
-        UserError: None, or several are listed, and none of them is the model's.
+        UserError: The server lists no model, or several of which none is the run's.
     """
     model = config.model
     names = [entry.id for entry in listed]
@@ -449,7 +453,7 @@ def _prompts(
 def _prompt_maker(
     endpoint: Endpoint, encoder: Encoder, example: Example, api: Api | None = None
 ) -> MakePrompt:
-    """What gives a text the form of a task's prompts.
+    """A function that turns a text into a prompt in the form of the task's prompts.
 
     Args:
         endpoint: The server.
@@ -466,9 +470,9 @@ def _prompt_maker(
 
 
 def sample_of_prompts(examples: Sequence[Example], window: int = NO_WINDOW) -> str:
-    """Pieces of a few prompts, spread over them and joined: their tokens stand for those of all.
+    """Pieces of a few prompts, spread over them and joined; their tokens per character represent all prompts.
 
-    They are no longer than the longest prompt, so that a server reads all of them that reads that.
+    The sample is no longer than the longest prompt, so a server that reads that prompt reads the sample.
 
     Args:
         examples: The prompts.
@@ -504,7 +508,7 @@ def _with_profile(
     profile: ServerProfile,
     encoders: Mapping[Api, Encoder],
 ) -> Config:
-    """The config with what the probe found in the place of what the user left open."""
+    """The config with the probe's values for settings that the user left open."""
     values: dict[str, Any] = {}
     if config.model.api != profile.api:
         values["api"] = profile.api
@@ -521,7 +525,7 @@ def _with_profile(
 
 
 def describe_endpoint(endpoint: Endpoint) -> list[str]:
-    """Return what a user has to know of how a server is asked that was probed, a line each."""
+    """Return how requests to a probed server are made, for the user, a line each."""
     profile = endpoint.profile
     decoding = endpoint.decoding
     lines = []
@@ -570,23 +574,23 @@ THINKING_FORMS = {
 }
 
 
-# What a run takes
+# The cost of a run
 
 
 @dataclass(frozen=True)
 class ServedEstimate:
-    """What a run asks of a server, about.
+    """The requests of a run to a server, and their cost, estimated.
 
     Attributes:
         requests: Number of requests.
         read: Tokens of their prompts.
-        written: Tokens of their replies, as far as the probe tells.
-        written_at_most: The most that these may be.
+        written: Tokens of their replies, from the probe's replies.
+        written_at_most: Upper bound of ``written``.
         counting: How tokens are counted, in words.
         seconds: Time of the run; None: not known.
         at_once: Requests that the server answers in the time of one; None: not measured.
-        cost: Money for what is read and written; None: the price is not known.
-        cost_at_most: The most that it may be.
+        cost: Cost of the tokens read and written; None: the price is not known.
+        cost_at_most: Upper bound of ``cost``.
     """
 
     requests: int
@@ -622,7 +626,7 @@ class ServedEstimate:
         )
 
     def line(self, concurrency: int) -> str:
-        """Return what is said before the first prompt: requests, tokens, time and money.
+        """Return the line printed before the first prompt: requests, tokens, time and money.
 
         Args:
             concurrency: Requests at a time.
@@ -649,11 +653,11 @@ class ServedEstimate:
 def estimate_served(
     config: Config, profile: ServerProfile, encoder: Encoder
 ) -> ServedEstimate:
-    """Estimate what the evaluation of a served model takes.
+    """Estimate requests, tokens, time and money of the evaluation of a served model.
 
     Args:
         config: The run.
-        profile: What the probe of the server told.
+        profile: The server's profile, from the probe.
         encoder: Makes the model's prompts.
     """
     task = config.task
@@ -680,7 +684,7 @@ def estimate_served(
         if example.choices:
             longest = CHOICE_TOKENS
         answer = per_character * max(map(len, example.answers), default=0)
-        written += min(answer + ANSWER_TOKENS, longest) + thought
+        written += min(answer + REPLY_OVERHEAD_TOKENS, longest) + thought
         written_at_most += longest + thinking_tokens
     written = min(written, written_at_most)
     price = config.model.price
@@ -700,7 +704,7 @@ def estimate_served(
 def _token_count(
     profile: ServerProfile, encoder: Encoder, examples: Sequence[Example]
 ) -> tuple[float, int, str]:
-    """Tokens of a character of prompts, tokens of a prompt beside its text, and in words how they are known."""
+    """Tokens per character of prompts, tokens of a prompt outside its text, and in words how they were counted."""
     if encoder.tokenizer:
         step = -(-len(examples) // COUNTED_PROMPTS)
         counted = examples[::step]
@@ -739,10 +743,10 @@ def _seconds(
 def need_consent(config: Config, estimate: ServedEstimate, console: Console) -> None:
     """Ask whether a run may start that costs money, or much of an unknown price.
 
-    What answers on this machine is not asked about, nor what a budget of money or tokens bounds.
+    Servers on this machine need no consent, nor does a run with a budget of money or tokens.
 
     Raises:
-        UserError: Nobody can be asked and the user did not say so beforehand, or says no.
+        UserError: The user refuses, or cannot be asked and did not consent beforehand.
     """
     model = config.model
     budget = config.budget
@@ -771,7 +775,7 @@ def probe_server_if_it_answers(config: Config, budget: Budget | None = None) -> 
 
     Raises:
         UserError: As :func:`probe_server`.
-        MachineError: The server does not answer, and the user left to it what the run is called.
+        MachineError: The server does not answer, and the user did not name its model.
     """
     try:
         return probe_server(config, budget)

@@ -1,4 +1,4 @@
-"""A run whose model is not in this process: what it is told first, and what it spends."""
+"""A run whose model is not in this process: messages before it starts, and its spending."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from posbench.run.budget import Spending, price_of
 from posbench.run.folder import PREDICTIONS
 from posbench.run.replies import EVALUATE_STAGE
 
-PROBE = "probe"
-"""What was asked of a server before the questions, in the record of what a run spent."""
+PROBE_ENTRY = "probe"
+"""The entry for requests before the questions, in the record of a run's spending."""
 
 
 def spending(config: Config, run: Run) -> Spending:
-    """What a served run spent so far, killed sessions among it, and may spend."""
+    """The spending of a served run so far, killed sessions included, and its limit."""
     rows = run.out.rows_without_error(PREDICTIONS)
     recorded = run.out.status().get("spent", {}).get(EVALUATE_STAGE, {})
     read = sum(row.get("prompt_tokens") or 0 for row in rows)
     written = sum(row.get("reply_tokens") or 0 for row in rows)
-    # What a killed session took stands in its rows alone, and what was not kept in the record alone.
+    # A killed session's tokens are in its rows alone, tokens of discarded replies in the record alone.
     tokens = max(
         read + written,
         recorded.get("prompt_tokens", 0) + recorded.get("reply_tokens", 0),
@@ -47,7 +47,7 @@ def spending(config: Config, run: Run) -> Spending:
 
 
 def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
-    """Record what asking the server before this session took; return that of all sessions."""
+    """Record the tokens of probing the server before this session; return the total of all sessions."""
     server = config.server
     if server and server.tokens_read:
         read, written = server.tokens_read, server.tokens_written
@@ -55,13 +55,13 @@ def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
         cost = price_of(read, written, run.model.price)
         if cost is not None:
             amounts["usd"] = cost
-        run.out.spend(PROBE, amounts, {})
-    spent: Mapping[str, Any] = run.out.status().get("spent", {}).get(PROBE, {})
+        run.out.spend(PROBE_ENTRY, amounts, {})
+    spent: Mapping[str, Any] = run.out.status().get("spent", {}).get(PROBE_ENTRY, {})
     return spent
 
 
 def announce_cost(config: Config, run: Run, made: int) -> None:
-    """Say what the requests take that a served run lacks, and ask where they cost money.
+    """Print the cost of the requests that a served run still lacks, and ask for consent where they cost money.
 
     Args:
         config: The run.
@@ -85,7 +85,7 @@ def announce_cost(config: Config, run: Run, made: int) -> None:
 
 
 def check_backend(config: Config, run: Run) -> dict[str, Any]:
-    """Ask a backend something first, say what its answers tell, and return that for the record."""
+    """Check a backend, print the findings, and return them for the record."""
     backend = run.backend
     backend.check(any(example.choices for example in run.evaluation))
     facts: dict[str, Any] = {
@@ -98,7 +98,7 @@ def check_backend(config: Config, run: Run) -> dict[str, Any]:
 
 
 def _describe_server(config: Config, run: Run, endpoint: Endpoint) -> str:
-    """Say what a server takes, and compare it with its checkpoint; return what that told."""
+    """Print a server's properties, and compare it with its checkpoint; return the findings."""
     models = [model.id for model in endpoint.models()]
     name = config.model.server_name
     if models and name not in models:

@@ -46,8 +46,8 @@ def run_together(
 ) -> LM | None:
     """Make the rows of runs that differ in their methods alone, in one pass over the prompts.
 
-    Each run then only has to finish; the first one is charged for the time. What fails here is left to the run that it
-    belongs to.
+    Each run then only has to finish; the first one is charged for the time. Failures here are left to the run they
+    belong to.
 
     Args:
         configs: The runs, as :func:`groups_to_share` gives them.
@@ -200,7 +200,7 @@ def make_shard_and_finish(
         shard: The shard.
         command: The command line, for the record.
         console: Where progress and tables go.
-        worker_main: What worker processes run, see :func:`posbench.pipeline.execute.execute`.
+        worker_main: Entry point of worker processes, see :func:`posbench.pipeline.execute.execute`.
 
     Raises:
         UserError: Another process owns the run, or makes this shard; a file changed.

@@ -1,4 +1,4 @@
-"""From a budget to the sizes of a study: what it reads is known from its workload, its speed from a small trial."""
+"""From a budget to the sizes of a study: its workload is known, its speed is measured in a small trial."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from posbench.pipeline import budget as budgets
 from posbench.pipeline.budget import (
     ENOUGH_QUESTIONS,
     MEASURING_SHARE,
+    OPTION_CHARACTERS,
     SUGGESTED_BUDGETS,
     USED_SHARE,
     BudgetPlan,
@@ -45,14 +46,12 @@ from posbench.run.lease import owning
 from posbench.run.progress import duration
 from posbench.tasks.base import num_questions
 
-COUNTED_CHARACTERS = 10_000
-"""Characters of the prompts that are tokenised for each of the sizes that are compared."""
-FIRST_GUESS = 2.0
-"""Time of a study over that of reading as much and nothing else, before a trial has measured it."""
+FIRST_TIME_RATIO = 2.0
+"""Time of a study divided by the time of reading its tokens, assumed before a trial has measured it."""
 TRIAL_SHARE = 0.05
-"""Share of a budget from which on a trial says enough."""
+"""Share of a budget from which on a trial is long enough."""
 MAX_TRIAL_SHARE = 0.15
-"""Share of a budget that all trials may take, as far as that is known before."""
+"""Largest share of a budget for all trials, as estimated in advance."""
 
 
 class StudyChooser:
@@ -63,7 +62,7 @@ class StudyChooser:
         reader: Its model without weights.
 
     Raises:
-        UserError: The study cannot tell its work beforehand, or has no sizes to lower.
+        UserError: The study does not know its work in advance, or has no sizes to lower.
     """
 
     def __init__(self, config: Config, reader: CheckpointReader) -> None:
@@ -121,7 +120,7 @@ class StudyChooser:
         return with_settings(self.config, {**option, **self.settings_for(count)})
 
     def works(self, option: Mapping[str, Any], count: int) -> list[WorkEstimate]:
-        """Return what the study asks of the model with these settings."""
+        """Return the workload of the study with these settings."""
         key = str({**option, **self.settings_for(count)})
         if key not in self._works:
             self._works[key] = self._estimate(option, count)
@@ -132,7 +131,7 @@ class StudyChooser:
         run = build_run(config, Console(quiet=True))
         assert self.chooser.lm is not None, "a study has a model of this machine"
         run.lm = self.chooser.lm
-        return estimate_run(config, run, characters=COUNTED_CHARACTERS)
+        return estimate_run(config, run, characters=OPTION_CHARACTERS)
 
     def cost(self, option: Mapping[str, Any], count: int, price: Price) -> float:
         """Return the price of the study with these settings."""
@@ -160,7 +159,7 @@ def plan_study(
     """Choose the sizes of a study for its budget.
 
     A study does more than read: hooks, attention maps, statistics. So it is run once at small sizes, in a folder that
-    is thrown away, and its time there over that of reading as much is taken to hold at larger ones.
+    is thrown away, and the ratio of its time to reading alone is taken to hold at larger sizes.
 
     Args:
         config: The run, with a budget.
@@ -172,7 +171,7 @@ def plan_study(
         The plan, and the run whose model was timed; None where none was.
 
     Raises:
-        UserError: The budget is too small, or the study cannot tell its work beforehand.
+        UserError: The budget is too small, or the study does not know its work in advance.
     """
     budget = config.budget
     assert budget is not None
@@ -209,7 +208,7 @@ def plan_study(
             raise _too_small(config, needed, suggested_budget(seconds))
         return chosen
 
-    chosen = choose_within(seconds_spent(), FIRST_GUESS)
+    chosen = choose_within(seconds_spent(), FIRST_TIME_RATIO)
     factor = _measure_factor(chooser, chosen, reading_seconds, run)
     spent = seconds_spent()
     chosen = choose_within(spent, factor)
@@ -231,7 +230,7 @@ def plan_study(
 def describe_long_study(config: Config, run: Run) -> str:
     """Return that a study takes more than an hour on this machine, and a budget that would do; empty if it does not.
 
-    A study that cannot tell its work is left out.
+    Empty also for a study that does not know its work in advance.
 
     Args:
         config: The run.
@@ -242,7 +241,7 @@ def describe_long_study(config: Config, run: Run) -> str:
     reader, speed, costs = probe_speed(config, run)
 
     def seconds_of(work: WorkEstimate) -> float:
-        return FIRST_GUESS * speed.seconds(costs, work)
+        return FIRST_TIME_RATIO * speed.seconds(costs, work)
 
     chooser = StudyChooser(config, reader)
     seconds = chooser.cost({}, chooser.limit, seconds_of)
@@ -266,11 +265,11 @@ def _measure_factor(
     reading_seconds: Price,
     run: Run,
 ) -> float:
-    """Time the study at small sizes, and return that time over the one of reading as much.
+    """Time the study at small sizes, and return the ratio of that time to reading alone.
 
     Args:
         chooser: The sizes.
-        chosen: What would be chosen without a trial: no trial is larger.
+        chosen: The choice without a trial; no trial is larger.
         reading_seconds: The time of reading.
         run: A run with the loaded model.
     """
@@ -283,7 +282,7 @@ def _measure_factor(
         seconds = _time_study(chooser.config_for(option, count), run)
         trials += seconds
         factor = seconds / chooser.cost(option, count, reading_seconds)
-        # A first, short trial pays for what is loaded and compiled once.
+        # A first, short trial includes one-time loading and compiling.
         tells_enough = seconds >= TRIAL_SHARE * budget
         is_dear = trials + 2 * seconds > MAX_TRIAL_SHARE * budget
         if tells_enough or is_dear:
@@ -292,7 +291,7 @@ def _measure_factor(
 
 
 def _trial_counts(chooser: StudyChooser, most: int) -> Iterator[int]:
-    """Counts to try, each with larger sizes than the one before: about twice as large, ``most`` at the end."""
+    """Counts to try, each about twice the one before, ``most`` at the end."""
     count = 1
     while True:
         yield count

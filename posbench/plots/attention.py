@@ -81,7 +81,7 @@ def _draw_map(
         figure: The figure, for the colour bar.
         axes: Where it is drawn.
         attention: Attention to the gold item, layers x depths.
-        base: The same of the unmodified model; None draws the attention itself.
+        base: The unmodified model's attention; None draws the attention itself.
         name: The method.
     """
     if base is None:

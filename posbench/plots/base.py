@@ -1,7 +1,7 @@
 """The look of all figures: palette, lines with bands, axes, legends; `save` writes a figure.
 
 Nothing touches pyplot's global state. A colour has one meaning in all figures: see the palette. It is
-Okabe-Ito with three dark colours of its kind, told apart by the colour-blind; lines also differ by marker
+Okabe-Ito with three dark colours of its kind, which the colour-blind can distinguish; lines also differ by marker
 or dash, so that every figure survives a grey printer.
 """
 
@@ -23,7 +23,7 @@ from posbench.stats.findings import estimate_columns
 BLACK = "#000000"
 """The unmodified model."""
 BLUE = "#0072B2"
-"""The method, or what a study changes."""
+"""The method, or the change of a study."""
 GOLD_COLOUR = "#E69F00"
 """The gold item."""
 CONTROL_COLOUR = "#CC79A7"
@@ -34,16 +34,18 @@ COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
 """Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
 (layers, factors, lengths) are steps of a scale instead: see :func:`line_style`."""
 GOOD_COLOUR = "#2e7d32"
+"""The verdict that there is no bias, or none left."""
 BAD_COLOUR = "#c62828"
+"""The verdict that there is a bias."""
 NEUTRAL_COLOUR = "#616161"
-"""Verdicts: no bias or none left, a bias, neither can be told."""
+"""The verdict that neither is shown."""
 SHADE = "0.9"
-"""A shaded range; greys stand for no measurement."""
+"""A shaded range; greys mark the absence of a measurement."""
 GUIDE = "0.5"
 """Lines that help to read (chance, zero)."""
 DASHED = (0, (4, 2))
 UNMODIFIED_LINE: dict[str, Any] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
-"""Style of a straight line that stands for the unmodified model."""
+"""Style of a straight line for the unmodified model."""
 CONTROL_STYLE: dict[str, Any] = {
     "color": CONTROL_COLOUR,
     "linestyle": ":",
@@ -90,13 +92,14 @@ VOLATILE_METADATA = {
     "png": ("Software",),
     "pdf": ("CreationDate",),
 }
-"""What matplotlib writes into a file of each format that changes with its version or the day."""
+"""Metadata that matplotlib writes into a file of each format and that changes with its version or the day."""
 DOTS_PER_INCH = 200
 """Of a PNG, and of pictures inside the other formats."""
 MARKERS = "os^vPp*h"
 ITEM_LABEL = "item (0 is the first)"
+"""Axis label of items counted from 0, as in every table."""
 TOKEN_LABEL = "token\n(0 is the first)"
-"""Axes that count as every table does; tokens of a formula are counted from 1, and their axes say so."""
+"""Axis label of tokens counted from 0, as in every table; axes of a formula count from 1."""
 DEPTH_LABEL = "gold position (% of the context)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
@@ -114,7 +117,7 @@ styled = run_inside(_style)
 
 
 Counts = Iterable[float] | str
-"""Observations behind the points of a figure; or what it rests on in place of a model, as ``exact``."""
+"""Observations behind the points of a figure; or, without a model, their source, as ``exact``."""
 
 
 def new_figure(
@@ -161,21 +164,21 @@ def new_panels(
 
 
 MAX_PANELS_PER_ROW = 8
-"""Small axes of layers in a row at most: there is then room for two ticks on each x axis."""
+"""Most small axes of layers in a row, with room for two ticks on each x axis."""
 
 
 def layers_per_row(layers: int) -> int:
-    """How many small axes of layers stand in a row."""
+    """Number of small axes of layers in a row."""
     return layers if layers <= 6 else MAX_PANELS_PER_ROW
 
 
 def label_bottom_row(panels: Sequence[Axes], across: int, xlabel: str) -> None:
-    """Label the x axes of the last row of panels; where many stand in a row, with the first line of the label.
+    """Label the x axes of the last row of panels; in long rows, with the first line of the label.
 
     Args:
         panels: The panels row by row; the last row may be shorter.
         across: Panels in a row.
-        xlabel: What all x axes show.
+        xlabel: Label of all x axes.
     """
     if across >= MAX_PANELS_PER_ROW:
         xlabel, *_ = xlabel.splitlines()
@@ -259,7 +262,7 @@ def band(
 def level(
     axes: Axes, row: Mapping[str, Any], style: Mapping[str, Any], label: str
 ) -> None:
-    """Draw a share in % with its 95 % interval as a horizontal line, for what has no position.
+    """Draw a share in % with its 95 % interval as a horizontal line, for scores without a position.
 
     Args:
         axes: Where it is drawn.
@@ -395,7 +398,7 @@ def legend_entries(figure: Figure) -> tuple[list[Any], list[str]]:
 
 
 def add_legend_below(figure: Figure) -> None:
-    """Legend of all panels under them, in as many columns as the longest label allows."""
+    """Legend of all panels under them, in the number of columns that the longest label allows."""
     handles, labels = legend_entries(figure)
     column_inches = 0.06 * max(map(len, labels)) + 0.45
     num_fitting = int(figure.get_figwidth() / column_inches)
@@ -406,8 +409,8 @@ def add_legend_below(figure: Figure) -> None:
 def sign(figure: Figure, models: Sequence[str]) -> None:
     """Write the models and n small above a figure, which may leave its page.
 
-    A title of the figure stays. A figure that rests on no model, as an ``exact`` one,
-    says so instead.
+    A title of the figure stays. A figure without a model, such as an ``exact`` one,
+    names its source instead.
     """
     basis = str(figure.get_label())
     is_count = basis.startswith("n = ")
@@ -434,7 +437,7 @@ def save(figure: Figure, stem: Path, formats: Iterable[str] = ()) -> Path:
     Args:
         figure: The figure.
         stem: Path of the files without their suffix.
-        formats: Further formats, of :data:`FORMATS`. Those in which the figure has a file already are written, too:
+        formats: Further formats, of :data:`FORMATS`. Formats in which the figure has a file already are written, too:
             no file is left of what the figure was before.
 
     Returns:

@@ -28,8 +28,8 @@ MAX_NAMED_SHAPES = 2
 def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
     """The task's score over the gold position, a line with its 95 % band per method.
 
-    Where model, task or seed vary, each combination is its own line. Else the title names the shape of each line. What
-    was asked without positions (a closed book, the gold document alone) is a horizontal line.
+    Where model, task or seed vary, each combination is its own line. Else the title names the shape of each line.
+    Questions without positions (a closed book, the gold document alone) are a horizontal line.
 
     Args:
         metrics: Rows of metrics.csv.
@@ -114,7 +114,7 @@ def accuracy_by_model(summary: pd.DataFrame) -> Figure:
 def describe_shapes(metrics: pd.DataFrame) -> str:
     """Name the shape of each method's score over the gold position; methods without one are left out.
 
-    Two methods of one shape share its name; different ones stand in a line each, so that they fit above a figure. Of
+    Two methods of one shape share its name; different ones are on a line each, so that they fit above a figure. Of
     more than two methods the unmodified model alone is named.
 
     Args:

@@ -1,4 +1,4 @@
-"""Figures of searches: how they went, and what they found. A missing column raises a `UserError`."""
+"""Figures of searches: their course, and their result. A missing column raises a `UserError`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posbench.stats.frames import need_columns
 
 POSITIONS = ("beginning", "middle", "end")
 MAX_CANDIDATES = 30
-"""Most candidates that a figure draws beside the selected one."""
+"""Most candidates that a figure draws in addition to the selected one."""
 
 
 @plot.styled
@@ -101,7 +101,7 @@ def channel_figure(
     """Value of one channel over the token position, a panel for each site and layer.
 
     Each panel has a y axis of its own. Where the first token's value dwarfs all others,
-    the axis is fitted to the others, and its value stands below the title in brackets.
+    the axis is fitted to the others, and its value is below the title in brackets.
 
     Args:
         channels: Rows of channels.csv: channel, site, layer, token, value (mean over

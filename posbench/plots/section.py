@@ -14,7 +14,7 @@ Drawn: TypeAlias = "Mapping[str, tuple[Figure, str]]"
 
 @dataclass
 class Section:
-    """A part of a report page; what is empty is left out.
+    """A part of a report page; empty fields are left out.
 
     Attributes:
         title: Its heading.

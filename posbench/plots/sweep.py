@@ -15,10 +15,11 @@ from posbench.stats import frames
 from posbench.stats.findings import estimate_columns
 
 CENTRE = "centre of attention"
+"""Statistic of ``trend.csv``: mean place of the attention; 0 is the first item, 1 the last."""
 HALVES = "score of the first minus the second half of the gold positions"
+"""Statistic of ``trend.csv``: a difference of scores, each 0..1."""
 SPREAD = "position bias"
-"""Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share; see
-:func:`posbench.stats.position_bias.position_bias`."""
+"""Statistic of ``trend.csv``, see :func:`posbench.stats.position_bias.position_bias`."""
 
 PANELS = {
     CENTRE: ("centre of attention\n(0 first item, 1 last item)", 1, 0.5),
@@ -79,7 +80,7 @@ def _value_text(value: object) -> str:
 
 
 def _strip_common_folders(texts: pd.Series) -> pd.Series:
-    """Paths without the folders that all of them share; other texts as they are."""
+    """Paths without the folders that all share; other texts unchanged."""
     parts_of = {text: text.split("/") for text in texts.unique()}
     while len(parts_of) > 1:
         first_parts = {parts[0] for parts in parts_of.values()}
@@ -103,7 +104,7 @@ def _setting_styles(settings: list[str]) -> list[dict[str, Any]]:
 
 
 def modified_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of modified models, and those of a model and task that ran unmodified alone."""
+    """The rows of modified models, and of a model and task that ran unmodified alone."""
     is_modified = rows["method"] != frames.UNMODIFIED
     groups = pd.Series("", index=rows.index)
     for column in ("model", "task"):
@@ -173,7 +174,7 @@ def _draw_levels(
     Args:
         axes: Where they are drawn.
         rows: Rows with setting, of the task's own metric.
-        at_positions: Those at a gold position.
+        at_positions: The rows at a gold position.
         settings: The settings in drawing order.
     """
     if at_positions.empty:
@@ -251,7 +252,7 @@ def _draw_overall(
         axes: Where they are drawn.
         rows: Rows with setting, of the task's own metric.
         settings: The settings in drawing order.
-        label: What the settings are called, for an error.
+        label: Name of the settings, for an error.
     """
     modified = modified_of(rows)
     points = frames.rows_over_all_positions(modified).set_index("setting")

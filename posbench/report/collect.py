@@ -1,4 +1,4 @@
-"""Which runs of an outputs folder are shown, and what they say."""
+"""The runs of an outputs folder to show, and their results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Result:
         return None if frame is None else self._with_run(frame)
 
     def _with_run(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Rows behind a column `run`, which those of a sweep have already."""
+        """Rows with a column `run` in front, which a sweep's rows have already."""
         if "run" in frame:
             return frame
         run = pd.Series(self.label, index=frame.index, name="run")
@@ -78,7 +78,7 @@ class Result:
 
     @cached_property
     def scores(self) -> Scores | None:
-        """Its scores as a reader wants them; None where it has none."""
+        """Its scores in the order for readers; None if it has none."""
         metrics = self.metrics
         if metrics is None:
             return None
@@ -107,7 +107,7 @@ class Panel(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """What it shows, behind the paper's figures that it stands for."""
+        """Its caption, after the paper's figures that it covers."""
         caption = self.result.figures[self.figure]
         return f"{self.covers}: {caption}" if self.covers else caption
 
@@ -164,7 +164,7 @@ class Entry:
     def panels(self) -> list[Panel]:
         """All figures, each picture once: first those that the experiment names for its captions, in that order.
 
-        A picture that stands for several captions names all of them.
+        A picture that covers several captions names all of them.
         """
         covers: dict[tuple[int, str], list[str]] = {}
         for item, names in (self.experiment.get("panels") or {}).items():
@@ -250,7 +250,7 @@ class Entry:
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """All findings; those of a sweep itself come before those of its runs."""
+        """All findings; a sweep's own come before its runs'."""
         frames = []
         for result in self.results:
             for name in ("findings", "findings_summary"):
@@ -261,7 +261,7 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """What we see, in words: scores and claims, else the gains and times measured."""
+        """The result in words: scores and claims, else the gains and times measured."""
         texts = []
         for result in self.results:
             if result.scores:
@@ -357,7 +357,7 @@ class _Inspection:
     """Finds out which runs can be shown.
 
     Attributes:
-        faults: Why runs and sweeps cannot be shown, by folder; empty for those without a fault so far.
+        faults: Reasons against showing runs and sweeps, by folder; empty without a fault so far.
     """
 
     faults: dict[Path, str] = field(default_factory=dict)
@@ -369,7 +369,7 @@ class _Inspection:
                 self.faults[folder] = _fault(folder, (CONFIG,))
 
     def intact(self, folders: Iterable[Path], at_most: int | None = None) -> list[Path]:
-        """The first folders, in their order, that are finished and undamaged; those after them are not read."""
+        """The first folders, in their order, that are finished and undamaged; later ones are not read."""
         intact_folders: list[Path] = []
         for folder in folders:
             if len(intact_folders) == at_most:
@@ -383,7 +383,7 @@ class _Inspection:
 def _entry(
     name: str, folders: Sequence[Path], sweeps: Mapping[Path, Sequence[Path]]
 ) -> Entry:
-    """What is shown of one version; only that is checked in every file.
+    """The entry of one version; only its shown runs are checked in every file.
 
     Args:
         name: Name of the experiment or suite.
@@ -464,8 +464,8 @@ def _label_results(
 ) -> list[Result]:
     """Results labelled by model, or by study where no model takes part.
 
-    Where that is not unique, what a sweep varies is added, or the task, or the folder's name
-    stands instead.
+    Where that is not unique, the settings that a sweep varies are added, or the task, or the folder's name is used
+    instead.
 
     Args:
         folders: Runs or sweeps.

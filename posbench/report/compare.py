@@ -43,7 +43,7 @@ from posbench.stats.scores import Tabulator
 from posbench.stats.shape import shape_in_metrics
 from posbench.tasks import Task
 
-TABLE = "comparison.csv"
+TABLE_FILE = "comparison.csv"
 MAX_LABEL_CHARACTERS = 48
 DECODING_KEYS = ("max_new_tokens", "repetition_penalty")
 """Keys of a task that move a greedy reply."""
@@ -53,7 +53,7 @@ MEASURES = {
     "score": ("", "difference"),
     "position_bias": ("position_bias", "position_bias_difference"),
 }
-"""What is compared: the metric that holds it, and the metric of its paired difference."""
+"""The compared numbers: for each its metric, and the metric of its paired difference."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class ComparedRun:
     Attributes:
         run: The run folder.
         summary: Its names and settings.
-        config: Its config, with what a search found.
+        config: Its config, with the constants of a search.
         metrics: Rows of metrics.csv of its method, or of the unmodified model where
             that ran alone.
         unmodified: Rows of metrics.csv of the unmodified model.
-        label: What tells it from the other runs.
+        label: A name that no other run has.
     """
 
     run: RunDir
@@ -109,7 +109,7 @@ class ComparedRun:
 
     @property
     def decoding(self) -> dict[str, str]:
-        """What moves a greedy reply, by name; of a served run also what the server may add."""
+        """The settings that move a greedy reply, by name; of a served run also the server's own."""
         task = self.config.get("task") or {}
         settings = {
             f"task.{name}": override_text(to_canonical(task[name]))
@@ -133,8 +133,8 @@ class ComparedRun:
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
         """Rows of its method, missing answers among them, by example, gold position and short_hash of the prompt."""
-        # Rows of an older version hold no short_hash of their prompt: that of all prompts
-        # of the run stands in.
+        # Rows of an older version hold no short_hash of their prompt: the run's, over all
+        # prompts, replaces it.
         all_prompts = self.run.read_json("prompts.json").get("questions")
         if not all_prompts:
             all_prompts = str(self.run.path)
@@ -157,7 +157,7 @@ def write_comparison(
         formats: Further formats of the figure, see :func:`posbench.plots.base.save`.
 
     Returns:
-        The files, the table's rows, and notes on what the differences rest on.
+        The files, the table's rows, and notes on the differences.
 
     Raises:
         UserError: Fewer than two runs, runs of several tasks, one that cannot be
@@ -171,7 +171,7 @@ def write_comparison(
     first = runs[0]
     _need_one_task(runs)
     out = (out or _default_folder(runs)).absolute()
-    need_destination(out, (out / TABLE).is_file, "comparison")
+    need_destination(out, (out / TABLE_FILE).is_file, "comparison")
     figure = _score_figure(runs)
     rows: list[Record] = [_row(first, {})]
     notes = [
@@ -184,9 +184,9 @@ def write_comparison(
         rows.append(_row(run, difference))
         notes.append(pairing_note(first, run, difference))
         notes.append(decoding_note(first, run))
-    files = [out / TABLE]
+    files = [out / TABLE_FILE]
     with new_folder(out) as folder:
-        write_csv(folder / TABLE, pd.DataFrame(rows))
+        write_csv(folder / TABLE_FILE, pd.DataFrame(rows))
         if figure:
             file = save(figure, folder / "accuracy", formats)
             files.append(out / file.name)
@@ -229,7 +229,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
             names.append(display_name(run.model))
         if several_methods:
             names.append(display_name(run.method))
-            # The method's name tells a served model from its twin in process.
+            # The method's name distinguishes a served model from its twin in process.
             for key in ("base_url", *SERVER_KEYS):
                 settings.pop(f"model.{key}", None)
         for key, value in settings.items():
@@ -244,7 +244,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
-    """A metric over all gold positions; None where there is none, or where it means nothing as answers are missing."""
+    """A metric over all gold positions; None if it is absent, or meaningless because answers are missing."""
     rows = rows_over_all_positions(metrics, metric).dropna(subset="value")
     for row in rows[~has_missing_note(rows)].itertuples():
         return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
@@ -252,7 +252,7 @@ def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
 
 
 def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
-    """Score and position bias of a run minus those of the first.
+    """Score and position bias of a run minus the first run's.
 
     They are paired where one run asked all prompts of the other. Else they are
     differences of independent numbers, whose intervals are too wide if some prompts are
@@ -290,7 +290,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
 def _unpaired_difference(
     first: ComparedRun, second: ComparedRun, metric: str
 ) -> Estimate | None:
-    """A metric of a run minus that of the first, as of independent samples."""
+    """A metric of a run minus the first run's, as of independent samples."""
     minuend = _estimate(second.metrics, metric)
     subtrahend = _estimate(first.metrics, metric)
     if minuend is None or subtrahend is None:
@@ -313,7 +313,7 @@ def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
 
 
 def decoding_note(first: ComparedRun, run: ComparedRun) -> str:
-    """In what a run decodes otherwise than the first one; empty if in nothing that is known."""
+    """The differences in decoding between a run and the first one; empty if none is known."""
     other = run.decoding
     reasons = [
         f"{name} {other[name]} instead of {value}"

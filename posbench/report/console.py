@@ -24,12 +24,12 @@ NAME_PART = re.compile(r"(?<=[A-Za-z][_/-])(?=[A-Za-z])")
 
 
 def make_console(width: int | None = None) -> Console:
-    """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
+    """The terminal, without markup: paths and names such as ``[a/b]`` and ``:x:`` print verbatim."""
     return _Terminal(markup=False, emoji=False, width=width)
 
 
 def make_wide_console() -> Console:
-    """The terminal; where output is none, nothing wraps."""
+    """The terminal; output elsewhere does not wrap."""
     return make_console(width=None if sys.stdout.isatty() else WIDE_COLUMNS)
 
 
@@ -58,7 +58,7 @@ def show_lists(
     below ``# title``.
 
     Args:
-        lists: Records by the title of their list; those of one list have the same
+        lists: Records by the title of their list; all records of a list have the same
             columns.
         as_json: Print the records of the one list, or of several by title.
         terminal_rows: Makes the cells that a terminal shows; None prints the records' values.
@@ -102,7 +102,7 @@ def _text(value: object) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
-    """A table without empty columns, as wide as the terminal at most."""
+    """A table without empty columns, at most as wide as the terminal."""
     names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     columns = [[name, *(row[name] for row in rows)] for name in names]
     num_gaps = len(columns) - 1
@@ -126,8 +126,8 @@ def fit_columns(
 
     Args:
         columns: Cells of each column, its header first.
-        width: Characters for all columns together, without what is between them.
-        word: What is broken last.
+        width: Characters for all columns together, without the gaps between columns.
+        word: Pattern of the parts that are broken last.
 
     Returns:
         The cells with line breaks; too wide together only where their longest words are. The first column,
@@ -139,7 +139,7 @@ def fit_columns(
     widest = [max(map(line_length, column), default=0) for column in columns]
     room = max(width - sum(narrowest), 0)
     widths = list(narrowest)
-    # What one column does not need is left for those that need more.
+    # Width that one column does not need goes to the others.
     by_need = sorted(range(len(columns)), key=lambda i: widest[i] - narrowest[i])
     for count, i in enumerate(by_need):
         share = room // (len(by_need) - count)
@@ -185,7 +185,7 @@ def _break_lines(text: str, width: int, word: re.Pattern[str]) -> str:
             if len(name) > width:
                 parts = NAME_PART.split(name)
             for number, part in enumerate(parts):
-                # A space stands between names, and not between the parts of one.
+                # A space separates names, but not the parts of one.
                 longer = f"{line} {part}" if line and number == 0 else line + part
                 if line and len(longer) > width:
                     lines.append(line)

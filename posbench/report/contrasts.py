@@ -38,7 +38,7 @@ def judge_contrasts(runs: Runs, varied: Collection[str]) -> pd.DataFrame:
 
     Args:
         runs: The runs of its sweep.
-        varied: Keys whose values differ between its jobs. A contrast names a value of one of them, or of the
+        varied: Keys whose values differ between its jobs. A contrast names a value of one such key, or of the
             experiment's grid where it has one.
 
     Returns:

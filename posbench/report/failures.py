@@ -37,7 +37,7 @@ class RunExamples:
         task: The task of the run.
         rows: Predictions of each example by its id, one for each method.
         prompts: Examples by id; empty if they cannot be built.
-        lost: Why there are no prompts; empty where there are.
+        lost: Reason why there are no prompts; empty if there are some.
     """
 
     task: Task
@@ -80,7 +80,7 @@ class RunExamples:
         return [name for name in self.prompts if name in self.rows] or list(self.rows)
 
     def _score(self, row: Row) -> float:
-        """The score by the task's own metric; 1 for a row without scores: it is no wrong answer."""
+        """The score by the task's own metric; 1 for a row without scores, which is not a wrong answer."""
         scores = row.get("scores") or {}
         return float(scores.get(self.task.metric, min(scores.values(), default=1.0)))
 
@@ -152,7 +152,7 @@ class RunExamples:
 
 
 def spread_sample(names: Sequence[str], count: int = MAX_EXAMPLES) -> list[str]:
-    """At most so many of the names, spread evenly over them."""
+    """At most ``count`` of the names, spread evenly over the list."""
     if len(names) <= count:
         return list(names)
     return [names[i * len(names) // count] for i in range(count)]
@@ -217,8 +217,8 @@ def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
     """The wrong answers of a run for its page.
 
     Returns:
-        ``summary``: how many there are, in words. ``examples``: head and text of some
-        of them.
+        ``summary``: their number, in words. ``examples``: head and text of some
+        of the failures.
     """
     try:
         examples = RunExamples.of(run, config)

@@ -14,9 +14,8 @@ from posbench.files import parse
 from posbench.files.parse import Objects
 from posbench.late import pd
 from posbench.run.folder import JOBS
-from posbench.stats.findings import FINDING_COLUMNS as FINDINGS
-from posbench.stats.scores import METRIC_COLUMNS as METRICS
-from posbench.stats.scores import SUBSET_COLUMNS
+from posbench.stats.findings import FINDING_COLUMNS
+from posbench.stats.scores import METRIC_COLUMNS, SUBSET_COLUMNS
 
 RUN_AGAIN = "repeat the run that wrote it"
 """The next step where a file of a run cannot be read."""
@@ -24,7 +23,7 @@ EXCHANGE_ATTEMPTS = 5
 EXCHANGE_SECONDS = 0.05
 """A pause in which another process, seen while it exchanges a folder for a new one, has done so."""
 CAPTIONS = "captions.json"
-"""Captions of the figures beside them, by file name."""
+"""Captions of the figures in the same folder, by file name."""
 TEXT_COLUMNS = {
     "run",
     "model",
@@ -41,19 +40,36 @@ TEXT_COLUMNS = {
     "verdict",
     "note",
 }
-ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
-TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
+ATTENTION_COLUMNS = (
+    "model",
+    "method",
+    "task",
+    "gold_position",
+    "layer",
+    "item",
+    "attention",
+)
+TREND_COLUMNS = (
+    "group",
+    "axis",
+    "statistic",
+    "number",
+    "value",
+    "ci_low",
+    "ci_high",
+    "n",
+)
 """Columns of ``trend.csv``: a statistic at one ``number`` of the swept key, ``none`` when unmodified."""
-REQUIRED_METRICS = tuple(column for column in METRICS if column != "note")
+REQUIRED_METRICS = tuple(column for column in METRIC_COLUMNS if column != "note")
 REQUIRED_COLUMNS = {
     "metrics": REQUIRED_METRICS,
     "summary": REQUIRED_METRICS,
     "subsets": SUBSET_COLUMNS,
     "subsets_summary": SUBSET_COLUMNS,
-    "attention": ATTENTION,
-    "attention_summary": ATTENTION,
-    "findings": tuple(name for name in FINDINGS if name != "holds_if"),
-    "trend": TREND,
+    "attention": ATTENTION_COLUMNS,
+    "attention_summary": ATTENTION_COLUMNS,
+    "findings": tuple(name for name in FINDING_COLUMNS if name != "holds_if"),
+    "trend": TREND_COLUMNS,
 }
 """Columns that a table must have; tables of searches and studies are read by their own modules."""
 
@@ -91,7 +107,7 @@ def _parse_csv(path: Path) -> pd.DataFrame:
         base = name.removesuffix(".1")
         if base in TEXT_COLUMNS:
             text_types[name] = str
-        # A swept `method` stands before that of the metrics, which becomes `method.1`.
+        # A swept `method` comes before the metrics' own, which pandas renames to `method.1`.
         if base != name and base in names:
             new_names[base] = f"{base} (swept)"
             new_names[name] = base
@@ -155,7 +171,7 @@ def read_file(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
     """A file's parsed content; None where there is no file.
 
     Raises:
-        UserError: It cannot be parsed; ``allowed`` says what it should be.
+        UserError: It cannot be parsed; ``allowed`` describes the right content.
     """
     try:
         return parse(path) if path.is_file() else None
@@ -174,7 +190,7 @@ def need_destination(out: Path, is_ours: Callable[[], bool], kind: str) -> None:
 
     Args:
         out: Place of the new folder.
-        is_ours: Returns whether a folder of the same kind stands there.
+        is_ours: Returns whether the place holds a folder of the same kind.
         kind: The kind of folder, in words.
     """
     for _ in range(EXCHANGE_ATTEMPTS):

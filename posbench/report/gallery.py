@@ -19,9 +19,9 @@ from posbench.report.page import figure_size, render_html
 from posbench.report.tables import latex
 from posbench.report.text import tally_verdicts
 
-GROUPS = PAPERS | {"": "Other runs"}
-"""Headings of the page in their order: title of each paper, and that of other runs."""
-PAGE = "index.html"
+HEADINGS = PAPERS | {"": "Other runs"}
+"""Headings of the page in their order: the title of each paper, then of other runs."""
+PAGE_FILE = "index.html"
 GENERATOR = '<meta name="generator" content="posbench gallery">'
 """Marks a gallery: no other folder is replaced."""
 
@@ -41,20 +41,22 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         UserError: Something else is at that place, or a run's file cannot be read.
     """
     out = (out or folder / "gallery").absolute()
-    page = out / PAGE
+    page = out / PAGE_FILE
     need_destination(out, lambda: _is_gallery(page), "gallery")
     entries = collect_entries(folder)
     with new_folder(out) as root:
-        groups: dict[str, list[dict[str, Any]]] = {paper: [] for paper in GROUPS}
+        groups: dict[str, list[dict[str, Any]]] = {paper: [] for paper in HEADINGS}
         for entry in entries:
             groups[paper_of(entry)].append(_write_entry(entry, root))
         text = render_html(
             "gallery.html.j2",
             mark=GENERATOR,
-            papers=[(GROUPS[paper], group) for paper, group in groups.items() if group],
+            papers=[
+                (HEADINGS[paper], group) for paper, group in groups.items() if group
+            ],
             sentence=_sentence(entries),
         )
-        write_text(root / PAGE, text)
+        write_text(root / PAGE_FILE, text)
     return page
 
 
@@ -66,7 +68,7 @@ def _is_gallery(page: Path) -> bool:
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
-    """How many experiments are shown, and how the papers' claims fared in them."""
+    """The number of experiments, and of the papers' claims by verdict."""
     experiments = "experiment" if len(entries) == 1 else "experiments"
     num_runs = sum(len(entry.runs) for entry in entries)
     text = f"{len(entries)} {experiments}, {num_runs} runs."
@@ -82,13 +84,13 @@ def _sentence(entries: Sequence[Entry]) -> str:
 
 
 def paper_of(entry: Entry) -> str:
-    """The key of an entry's paper in :data:`GROUPS`."""
+    """The key of an entry's paper in :data:`HEADINGS`."""
     paper = str(entry.experiment.get("paper", ""))
     return paper if paper in PAPERS else ""
 
 
 def paper_shows(entry: Entry) -> str:
-    """What the paper shows: its claims, else where its numbers are from."""
+    """The paper's claims, else the source of its numbers."""
     text = "; ".join(map(str, entry.experiment.get("claims") or ()))
     source = (entry.experiment.get("reference") or {}).get("source")
     if not text and source:
@@ -108,7 +110,7 @@ def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
     """Write an entry's tables, figures and pages below a folder.
 
     Returns:
-        What the page says of it.
+        The fields of its section on the page.
     """
     pages = []
     for result in entry.results:

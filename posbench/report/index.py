@@ -1,4 +1,4 @@
-"""The runs of an outputs folder as a list: what each is, what it measured, its state."""
+"""The runs of an outputs folder as a list: their settings, scores and states."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from posbench.stats import outcomes
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name
 
-RAN = "method / study"
-SETTINGS = "settings"
+RAN_COLUMN = "method / study"
+SETTINGS_COLUMN = "settings"
 MAX_SETTING_CHARACTERS = 24
 
 
@@ -54,7 +54,7 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
 
     Args:
         outputs: The outputs folder.
-        filters: ``column=value`` or ``key=value`` of a setting, where ``*`` stands for
+        filters: ``column=value`` or ``key=value`` of a setting, where ``*`` matches
             anything, or words that occur in a row.
 
     Raises:
@@ -98,7 +98,7 @@ def suggest_filter(filters: Sequence[str], runs: Sequence[Record]) -> str:
 
 
 def _names(run: RunSummary, outputs: Path) -> dict[str, str]:
-    """The columns of a run that a filter can name beside its settings."""
+    """The columns of a run that a filter can name in addition to its settings."""
     return {
         "run": run.hash,
         "folder": str(outputs / run.folder.relative_to(outputs.resolve())),
@@ -137,22 +137,22 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
 
 
 def terminal_rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The list as a terminal shows it, without what :func:`list_title` says of all runs.
+    """The list in the form of a terminal, without the cells in :func:`list_title`.
 
-    Settings stand below the method or study, if that has a column.
+    Settings are below the method or study, if that has a column.
     """
     common = common_cells(records)
     rows = [_terminal_row(record) for record in records]
-    if RAN not in common:
+    if RAN_COLUMN not in common:
         for row in rows:
-            row[RAN] = f"{row[RAN]}\n{row.pop(SETTINGS)}".strip()
+            row[RAN_COLUMN] = f"{row[RAN_COLUMN]}\n{row.pop(SETTINGS_COLUMN)}".strip()
     return [
         {name: text for name, text in row.items() if name not in common} for row in rows
     ]
 
 
 def list_title(records: Sequence[Record]) -> str:
-    """How many runs there are, and what they have in common."""
+    """The number of runs, and the cells that all have in common."""
     count = f"{len(records)} run" if len(records) == 1 else f"{len(records)} runs"
     common = ", ".join(
         f"{name} {value}" for name, value in common_cells(records).items()
@@ -161,12 +161,12 @@ def list_title(records: Sequence[Record]) -> str:
 
 
 def common_cells(records: Sequence[Record]) -> dict[str, str]:
-    """What several runs have in common of their names and states."""
+    """The names and states that several runs have in common."""
     if len(records) < 2:
         return {}
     rows = [_terminal_row(record) for record in records]
     common = {}
-    for name in ("in", "model", "task", RAN, "state"):
+    for name in ("in", "model", "task", RAN_COLUMN, "state"):
         values = {row[name] for row in rows}
         if len(values) == 1 and rows[0][name]:
             common[name] = rows[0][name]
@@ -196,8 +196,8 @@ def _terminal_row(record: Record) -> dict[str, str]:
         "in": version if is_named else f"{suite}/{version}",
         "model": record["model"],
         "task": record["task"],
-        RAN: ", ".join(map(display_name, names)),
-        SETTINGS: "\n".join(settings),
+        RAN_COLUMN: ", ".join(map(display_name, names)),
+        SETTINGS_COLUMN: "\n".join(settings),
         "score": verdicts or score,
         "difference": difference,
         "position bias": estimate_cell(record, "position_bias"),
@@ -234,7 +234,7 @@ def estimate_cell(record: Record, name: str, signed: bool = False) -> str:
 
 
 def age(started: str, now: datetime | None = None) -> str:
-    """How long ago an ISO time was; empty for any other text."""
+    """Age of an ISO time, in words; empty for any other text."""
     if now is None:
         now = datetime.now(UTC)
     try:

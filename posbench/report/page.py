@@ -112,7 +112,7 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
 
 
 def _describe_end(status: Mapping[str, Any]) -> dict[str, str]:
-    """What a run cost, where it stopped at its budget, and whether its scores are those of its version's code."""
+    """The cost of a run, where it stopped at its budget, and whether its scores are from its version's code."""
     stop = describe_stop(status)
     described = describe_costs(status)
     if stop:
@@ -170,11 +170,11 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
 
 
 def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
-    """What constants that a search found are good for, by the verdict on the run that applied them.
+    """The use of constants that a search found, by the verdict on the run that applied them.
 
     Args:
         verdict: The verdict; None where no position bias was measured.
-        typed: What the run had in their place, in words; empty where it applied them.
+        typed: The run's own constants in their place, in words; empty where it applied the found ones.
     """
     if verdict and typed:
         return f"This run did not evaluate them ({typed}): do that before you use them elsewhere."
@@ -186,7 +186,7 @@ def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
 
 
 def describe_measurements(folder: Path) -> str:
-    """What a run without scores and claims measured, in words.
+    """The measurements of a run without scores and claims, in words.
 
     That is the gain of a search and the times of a study; empty where it has neither.
     """
@@ -206,12 +206,12 @@ def describe_measurements(folder: Path) -> str:
 
 
 def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
-    """One text per measured way: its time beside that of the way it is compared with.
+    """One text per measured way: its time next to its baseline's.
 
     Args:
         table: A table of a study; without the columns of measured times there is no
             text.
-        column: The column of the quotient, over rounds, beside its `_min` and `_max`.
+        column: The column of the quotient, over rounds; its `_min` and `_max` are columns, too.
         phrase: How the quotient reads, with a place for the number.
     """
     needed = {"work", "way", "base", f"{column}_min", f"{column}_max"}
@@ -228,7 +228,7 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 
 
 def describe_audit(folder: Path) -> str:
-    """How many rows came out the same when they were made again plainly; empty where none were."""
+    """The result of an audit, in words; empty without one."""
     provenance = read_json(folder / PROVENANCE) or {}
     return str(provenance.get(AUDIT, {}).get("words", ""))
 
@@ -254,7 +254,7 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         if "n" in frame:
             counts.update(int(n) for n in frame["n"].dropna())
     if len(counts) == 1:
-        # The one count of all tables is that of every figure.
+        # A count shared by all tables is every figure's.
         for figure, _ in section.figures.values():
             if not figure.get_label():
                 figure.set_label(count_label(counts))
@@ -354,10 +354,10 @@ def write_page(
         title: Heading of the page.
         sentence: The result, below the heading.
         sections: The parts of the page.
-        models: Names that figures are signed with, beside n.
+        models: Names to print on figures, next to n.
         config: Text of config.yaml.
         prompts: Content of prompts.json.
-        provenance: Content of provenance.json, with what the run cost.
+        provenance: Content of provenance.json, with the cost of the run.
         status: Content of status.json.
         failures: See :func:`posbench.report.failures.wrong_answers`.
         formats: Further formats of figures, see :func:`posbench.plots.base.save`.

@@ -1,4 +1,4 @@
-"""A paper's numbers beside ours."""
+"""A paper's numbers next to ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posbench.stats.findings import estimate_columns
 from posbench.stats.reference import SHARE_MARGIN, agreement
 
 OTHER_MODEL = "other model, not comparable"
-MIXED = "different in different settings"
+DIFFERENT_BY_SETTING = "different in different settings"
 MISSING_ANSWERS = "missing answers, not comparable"
 AGREEMENT = (
     "agrees",
@@ -30,20 +30,20 @@ AGREEMENT = (
     "no interval",
     "not measured",
     MISSING_ANSWERS,
-    MIXED,
+    DIFFERENT_BY_SETTING,
 )
-CELL = ["model", "method", "task", "gold_position", "metric"]
+CELL_COLUMNS = ["model", "method", "task", "gold_position", "metric"]
 """Columns that name a cell of a paper."""
-RUN_OF_METHOD = ["model", "method", "task", "setting"]
-"""Columns that name what was asked together, and is judged by its missing answers."""
+RUN_COLUMNS = ["model", "method", "task", "setting"]
+"""Columns that name a set of prompts asked together, which is judged by its missing answers."""
 DEPTH_TOLERANCE = 0.025
-"""How far (0..1) a paper's depth label may lie from the nearest depth we measured."""
+"""Largest distance (0..1) of a paper's depth label from the nearest depth we measured."""
 
 
 def paper_sections(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
 ) -> list[Section]:
-    """The paper's claims and numbers beside ours, as one section; none without a paper.
+    """The paper's claims and numbers next to ours, as one section; none without a paper.
 
     Args:
         folder: Folder of a run or a sweep.
@@ -123,11 +123,11 @@ def _agreement_rule(reference: Sequence[Row]) -> str:
 
 
 def count_agreement(table: pd.DataFrame) -> str:
-    """How many of the paper's cells agree; those near zero are counted separately.
+    """The number of the paper's cells that agree; cells near zero are counted separately.
 
     A cell that was measured in several settings counts once.
     """
-    groups = table.groupby(CELL, sort=False)
+    groups = table.groupby(CELL_COLUMNS, sort=False)
     verdicts = groups["verdict"].agg(_common_verdict)
     near_zero = groups["near_zero"].first()
     clear = tally_verdicts(verdicts[~near_zero], AGREEMENT) or "none away from zero"
@@ -142,20 +142,20 @@ def count_agreement(table: pd.DataFrame) -> str:
 
 
 def _common_verdict(verdicts: pd.Series) -> str:
-    return verdicts.iloc[0] if verdicts.nunique() == 1 else MIXED
+    return verdicts.iloc[0] if verdicts.nunique() == 1 else DIFFERENT_BY_SETTING
 
 
 def paper_cells(
     metrics: pd.DataFrame, reference: Sequence[Row]
 ) -> tuple[pd.DataFrame, str]:
-    """A paper's cells whose model ran here, beside ours.
+    """A paper's cells whose model ran here, next to ours.
 
     Args:
         metrics: Rows of metrics.csv or summary.csv.
         reference: The paper's rows.
 
     Returns:
-        Rows of :func:`compare_cells`, and what a sweep's settings are called.
+        Rows of :func:`compare_cells`, and the label of a sweep's settings.
     """
     before_model = metrics.columns[: list(metrics).index("model")]
     swept = [column for column in before_model if column != "run"]
@@ -167,12 +167,12 @@ def paper_cells(
 
 
 def reference_table(table: pd.DataFrame, label: str = "") -> Table:
-    """A paper's :func:`paper_cells` beside ours as text.
+    """A paper's :func:`paper_cells` next to ours as text.
 
     Args:
         table: The cells.
-        label: What a sweep's settings are called: a column of this name holds the
-            settings of each row, `all` if it holds for all of several. Empty for a run.
+        label: Label of a sweep's settings: a column of this name holds the
+            settings of each row, `all` if a row holds for several. Empty for a run.
     """
     settings_of: dict[tuple[str, ...], list[str]] = {}
     for row in table.rename(columns={"ours": "value"}).itertuples():
@@ -251,7 +251,7 @@ def _paper_lines(row: Any) -> dict[str, str]:
 
 
 def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:
-    """Rows of metrics.csv, then those of subsets.csv with the subset as gold position."""
+    """Rows of metrics.csv, then rows of subsets.csv with the subset as gold position."""
     if subsets is None:
         return metrics
     rows = subsets[subsets["subset"] != "all"].drop(columns="kind")
@@ -260,9 +260,9 @@ def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.Data
 
 
 def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
-    """Put a paper's numbers beside ours.
+    """Put a paper's numbers next to ours.
 
-    The sampling error of a paper's number is that of `n` examples, also for an average
+    The sampling error of a paper's number is computed for `n` examples, also for an average
     over gold positions: these ask the same questions.
 
     Args:
@@ -272,7 +272,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
             points), metric, value (0..1), and any further column of ours.
 
     Returns:
-        A row for each match: the columns of :data:`CELL`, setting, paper, ours, ci_low,
+        A row for each match: the columns of :data:`CELL_COLUMNS`, setting, paper, ours, ci_low,
         ci_high, difference (ours - paper), near_zero (the paper's number lies within
         the margin of 0), and the verdict of :func:`agreement`. A paper's row without a
         match says in `verdict` why there is none, and so does one whose answers are missing.
@@ -282,7 +282,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
         metrics = metrics.assign(setting="")
     is_missing = has_missing_note(metrics)
     methods_without_answers = set(
-        metrics.loc[is_missing, RUN_OF_METHOD].itertuples(index=False, name=None)
+        metrics.loc[is_missing, RUN_COLUMNS].itertuples(index=False, name=None)
     )
     rows = []
     for row in reference:
@@ -291,7 +291,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
         low, high = wilson(value * n, n) if n else (value, value)
         paper = Estimate(value, low, high, n or 0)
         margin = _margin(row)
-        names: Row = {name: str(row[name]) for name in CELL}
+        names: Row = {name: str(row[name]) for name in CELL_COLUMNS}
         facts = {"paper": value, "near_zero": abs(value) <= margin}
         matches = _matches(metrics, row)
         if matches.empty:
@@ -302,7 +302,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
                 match["value"], match["ci_low"], match["ci_high"], match["n"]
             )
             verdict = agreement(ours, paper, margin)
-            if tuple(match[name] for name in RUN_OF_METHOD) in methods_without_answers:
+            if tuple(match[name] for name in RUN_COLUMNS) in methods_without_answers:
                 verdict = MISSING_ANSWERS
             rows.append(
                 {
@@ -317,7 +317,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
                 }
             )
     numbers = ["paper", "ours", "ci_low", "ci_high", "difference", "near_zero"]
-    return pd.DataFrame(rows, columns=[*CELL, "setting", *numbers, "verdict"])
+    return pd.DataFrame(rows, columns=[*CELL_COLUMNS, "setting", *numbers, "verdict"])
 
 
 def _margin(row: Row) -> float:
@@ -326,7 +326,7 @@ def _margin(row: Row) -> float:
 
 
 def _matches(metrics: pd.DataFrame, row: Row) -> pd.DataFrame:
-    """Our rows that measure what a paper's row does."""
+    """Our rows for the measurement in a paper's row."""
     not_compared = {"gold_position", "n", "depth", *estimate_columns()}
     for column in set(row) & set(metrics) - not_compared:
         is_equal = metrics[column].map(_comparable) == _comparable(str(row[column]))

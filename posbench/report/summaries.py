@@ -1,4 +1,4 @@
-"""How runs stand and what they measured, with an index file that spares reading an unchanged run again."""
+"""States and results of runs, with an index file that spares reading an unchanged run again."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, rows_over_all_positions
 
 ListedState = Literal[State, "done, unchecked", "killed", "damaged"]
-"""What a list of runs says of one."""
-METRICS = "metrics.csv"
-FINDINGS = "findings.csv"
-FILES_READ = (
+"""State of a run in a list of runs."""
+METRICS_FILE = "metrics.csv"
+FINDINGS_FILE = "findings.csv"
+SUMMARY_FILES = (
     CONFIG,
     STATUS,
     PROVENANCE,
     MANIFEST,
     DONE,
     METHOD_FILE,
-    METRICS,
-    FINDINGS,
+    METRICS_FILE,
+    FINDINGS_FILE,
 )
 """All files of a run that its summary is made from."""
 NAMED_GROUPS = ("model", "task", "method", "search", "study")
 """Groups of a config with a name."""
-GROUPS = (*NAMED_GROUPS, "runtime")
+RECORDED_GROUPS = (*NAMED_GROUPS, "runtime")
 NEUTRAL_SETTINGS = (
     "runtime.outputs",
     "runtime.log_every",
@@ -73,13 +73,13 @@ INDEX = ".runs.json"
 LIVE_STATES = ("running", "killed")
 """States that a process changes without writing to the run's files."""
 SETTLED_SECONDS = 2.0
-"""Age from which a file's times tell of every change: a file system counts them in steps of milliseconds or of
+"""Age from which a file's times show every change: a file system counts them in steps of milliseconds or of
 a second."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run folder as it stands.
+    """The state and the results of a run folder.
 
     Attributes:
         folder: The run folder.
@@ -87,11 +87,11 @@ class RunSummary:
         started: When the run started, in ISO format; empty where unknown.
         seconds: Wall time.
         names: Names of its model, task, method, search and study, by group; empty where it has none.
-        settings: Settings that can move a number, as an override spells them, by dotted key. Of a finished run with
-            what a search found where the config has null.
+        settings: Settings that can move a number, as an override spells them, by dotted key. In a finished run, null
+            values are replaced by the results of its search.
         verdicts: How a study's claims fared, of a finished run.
-        estimates: Score, difference and position bias of its method, of a finished run; of one that applied no
-            method those of the unmodified model. None stands where a number was not measured.
+        estimates: Score, difference and position bias of its method, of a finished run; without a
+            method, the unmodified model's. None marks a number that was not measured.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class RunSummary:
 
 
 def summaries(folders: Sequence[Path]) -> list[RunSummary]:
-    """The summaries of run folders, of those that did not change since from the index of their outputs folder.
+    """The summaries of run folders, for unchanged ones from the index of their outputs folder.
 
     Args:
         folders: Run folders of one outputs folder, resolved.
@@ -156,9 +156,9 @@ def _key(folder: Path, root: Path) -> str:
 
 
 def _stamp(folder: Path) -> list[list[int] | None]:
-    """Inode, size and times of change of every file that a summary is made from; None where there is none."""
+    """Inode, size and times of change of every file behind a summary; None for a missing file."""
     stamps: list[list[int] | None] = []
-    for name in FILES_READ:
+    for name in SUMMARY_FILES:
         try:
             stat = (folder / name).stat()
         except OSError:
@@ -184,7 +184,7 @@ def _code() -> str:
 
 
 def _read_index(file: Path) -> dict[str, Row]:
-    """The entries of an index by run; none where there is no index, or one that is damaged or of other code."""
+    """The entries of an index by run; empty if the index is missing, damaged or from other code."""
     with suppress(OSError, ValueError):
         checksum, _, text = file.read_text(encoding="utf-8").partition("\n")
         if checksum == hashlib.sha256((_code() + text).encode()).hexdigest():
@@ -212,7 +212,7 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
     run = open_run_dir(folder)
     config = dict[str, Any]()
     try:
-        is_intact = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD_FILE))
+        is_intact = not run.damaged((CONFIG, METRICS_FILE, FINDINGS_FILE, METHOD_FILE))
         config = run.config()
         method = run.read_json(METHOD_FILE)
     except UserError:
@@ -247,7 +247,7 @@ def _state(run: RunDir, status: Mapping[str, Any]) -> ListedState:
 
 
 def read_config_as_run(run: RunDir) -> dict[str, Any]:
-    """The config of a run, with what a search found where the config has null.
+    """The config of a run, with null values replaced by the results of its search.
 
     Raises:
         UserError: A file is damaged.
@@ -273,7 +273,7 @@ def _name(group: Any) -> str:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Settings that can move a number, as an override spells them, by dotted key."""
-    groups = {group: config.get(group) for group in GROUPS}
+    groups = {group: config.get(group) for group in RECORDED_GROUPS}
     return {
         key: value
         for key, value in _flatten(groups, "")
@@ -283,13 +283,13 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_totals(folder: Path) -> list[dict[str, str]]:
     """The rows of metrics.csv over all gold positions."""
-    rows = _read_rows(folder / METRICS)
+    rows = _read_rows(folder / METRICS_FILE)
     return [row for row in rows if row.get("gold_position") == "all"]
 
 
 def _tally_verdicts(folder: Path) -> str:
     """How the paper's claims fared, or our controls where the paper makes none."""
-    rows = _read_rows(folder / FINDINGS)
+    rows = _read_rows(folder / FINDINGS_FILE)
     if not rows:
         return ""
     findings = pd.DataFrame(rows, columns=["kind", "verdict"])
@@ -351,7 +351,7 @@ def _estimates(
                 estimate[target] = None if pd.isna(row[source]) else float(row[source])
             if name != "difference":
                 estimate["n"] = int(row["n"])
-                # Of runs without the column it is NaN beside others that have it.
+                # It is NaN in runs without the column, next to runs with it.
                 note = row.get("note")
                 estimate["note"] = note if isinstance(note, str) else ""
     return estimates

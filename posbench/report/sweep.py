@@ -1,4 +1,4 @@
-"""What a multirun leaves behind: one table over its runs, figures and a page."""
+"""The result of a multirun: one table over its runs, figures and a page."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ from posbench.stats.frames import (
 from posbench.stats.scores import METRIC_COLUMNS
 from posbench.stats.shape import shape_in_metrics
 
-TABLES = {
+SWEEP_TABLE_NAMES = {
     "metrics": "summary",
     "attention": "attention_summary",
     "subsets": "subsets_summary",
     "findings": "findings_summary",
 }
-"""Tables of a run, and what they are called in its sweep."""
-FILES_READ = [
+"""Names of a run's tables in its sweep."""
+SWEEP_FILES = [
     CONFIG,
     "experiment.json",
     "reference.json",
-    *(f"{name}.csv" for name in TABLES),
+    *(f"{name}.csv" for name in SWEEP_TABLE_NAMES),
 ]
 """Files of a run that its sweep reads."""
 
@@ -82,7 +82,7 @@ def summarise(
             failed) and exit ``status``.
         console: Where the summary is printed.
         folder: Sweep folder to write again; None makes ``sweep__<axes>__<hash>/``
-            beside the runs.
+            next to the runs.
         command: The command of the sweep; a run may have been made by another one before.
 
     Returns:
@@ -106,9 +106,9 @@ def summarise(
     folder.mkdir(parents=True, exist_ok=True)
     for run_folder in run_folders:
         open_undamaged(
-            run_folder, only=FILES_READ
+            run_folder, only=SWEEP_FILES
         )  # the first may have finished days ago
-    for run_table, sweep_table_name in TABLES.items():
+    for run_table, sweep_table_name in SWEEP_TABLE_NAMES.items():
         files = [
             (setting, run_folder / f"{run_table}.csv")
             for setting, run_folder in runs
@@ -159,7 +159,7 @@ def _parse_overrides(
 
 
 def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
-    """Where a sweep over these keys and runs is written, beside its first run."""
+    """The folder of a sweep over these keys and runs, next to its first run."""
     name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
     run_names = ["/".join(run.parts[-3:]) for run in runs]
     return runs[0].parent / f"sweep__{name}__{short_hash(run_names)}"
@@ -176,7 +176,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
         console.print(study_answer(findings))
     else:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
-        # A terminal is narrow: runs and shapes stand on the page.
+        # A terminal is narrow: runs and shapes are on the page.
         shown = [i for i, name in enumerate(header) if name not in ("run", "shape")]
         cells = [[row[i] for i in shown] for row in rows]
         show_table(console, [header[i] for i in shown], cells)
@@ -342,7 +342,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
 
 
 def _job_notes(folder: Path) -> list[str]:
-    """What a reader of a sweep must know of its jobs: which failed, and whether all asked the same."""
+    """Notes on the jobs of a sweep: which failed, and whether all asked the same prompts."""
     notes = []
     failed = [
         " ".join(job["overrides"])
@@ -381,9 +381,9 @@ def _score_figure(
 
     Args:
         summary: Rows of summary.csv.
-        axes: The columns that tell settings apart.
+        axes: The columns that distinguish settings.
         drawn_runs: The runs that a figure over settings draws.
-        drawn_note: How many these are, for its caption.
+        drawn_note: Their number, for the caption.
     """
     compares_models = "model" in axes and set(axes) <= {"model", "method"}
     if compares_models and len(rows_at_positions(summary)):
@@ -455,7 +455,7 @@ def _spread_runs(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
 
 
 def setting_columns(summary: pd.DataFrame) -> list[str]:
-    """The :func:`swept_columns`, and `run` where they do not tell the runs apart."""
+    """The :func:`swept_columns`, and `run` where they do not distinguish all runs."""
     axes = swept_columns(summary)
     averages = rows_over_all_positions(plots.modified_of(summary))
     rows, _, _ = plots.with_setting(averages, axes)
@@ -463,10 +463,10 @@ def setting_columns(summary: pd.DataFrame) -> list[str]:
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
-    """The columns that tell the settings of a sweep apart.
+    """The columns that distinguish the settings of a sweep.
 
-    Those of model, method and task that vary, then the columns between `run` and
-    `model`; without any of them `seed`, or `method`.
+    The varying ones among model, method and task, then the columns between `run` and
+    `model`; if there are none, `seed` or `method`.
     """
     before_model = summary.columns[: list(summary.columns).index("model")]
     swept = [column for column in before_model if column != "run"]
@@ -478,7 +478,7 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
     ]
     columns: list[str] = []
     for column in [*names, *swept]:
-        # A checkpoint's path is left out where its name tells the rows apart already.
+        # A checkpoint's path is left out where its name already distinguishes the rows.
         if not columns or _splits_groups(rows, columns, column):
             columns.append(column)
     if columns:
@@ -493,17 +493,17 @@ def _splits_groups(rows: pd.DataFrame, columns: list[str], column: str) -> bool:
 
 
 class _Setting(NamedTuple):
-    """What a sweep measured in one setting; numbers are rows of summary.csv, or None.
+    """Results of a sweep in one setting; numbers are rows of summary.csv, or None.
 
     Attributes:
         name: The values of the swept columns.
         runs: Its runs.
         average: Score over all gold positions.
-        baseline: That of the unmodified model.
+        baseline: Score of the unmodified model.
         difference: The paired difference of the two.
         bias: Position bias.
         shape: Shape of the score over the gold position.
-        base_shape: That of the unmodified model.
+        base_shape: Shape for the unmodified model.
     """
 
     name: str
@@ -517,7 +517,7 @@ class _Setting(NamedTuple):
 
     @property
     def lacks_answers(self) -> bool:
-        """Whether it has no score as too many answers are missing."""
+        """Whether it has no score because too many answers are missing."""
         return self.average is not None and bool(pd.isna(self.average.value))
 
 
@@ -528,7 +528,7 @@ def sweep_table(
 
     Args:
         summary: Rows of summary.csv.
-        axes: The columns that tell settings apart.
+        axes: The columns that distinguish settings.
 
     Returns:
         Header, rows (one per setting) and a sentence; all empty but the sentence when
@@ -565,7 +565,7 @@ def _read_settings(
 
     Args:
         summary: Rows of summary.csv.
-        axes: The columns that tell settings apart.
+        axes: The columns that distinguish settings.
     """
     rows, names, label = plots.with_setting(summary, axes)
     # Where answers are missing nothing is said but that.
@@ -606,11 +606,11 @@ def _read_settings(
 
 
 def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
-    """What the settings of a sweep say together; the numbers of single ones stand in the table.
+    """The result over all settings of a sweep; the table has the numbers of single settings.
 
     Args:
         settings: The settings.
-        label: What they are called.
+        label: Their label.
     """
     parts = []
     averages = [
@@ -656,7 +656,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
 
 
 def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
-    """The range of the position bias, and where it cannot be measured; nothing where it nowhere can."""
+    """The range of the position bias, and the settings without one; empty if no setting has one."""
     with_bias = [setting for setting in settings if setting.bias]
     values = [(s.bias.value, s.name) for s in with_bias if _has_value(s.bias)]
     if not values:
@@ -680,7 +680,7 @@ def _has_value(row: Any) -> bool:
 
 
 def _direction(difference: Any) -> str:
-    """What a difference from the unmodified model does to the average, in words."""
+    """The effect on the average, from its difference to the unmodified model, in words."""
     if difference.ci_low > 0:
         return "raise it"
     if difference.ci_high < 0:

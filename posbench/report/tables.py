@@ -38,7 +38,7 @@ BIAS_LABELS = {
 
 SHARE_COLUMNS = {WHOLE_REPLY: "whole reply", **outcomes.OUTCOME_METRICS}
 """Columns of the table by position: the score of the whole reply where the task's own reads its first line, and the
-shares of what is no answer."""
+shares of replies without an answer."""
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
@@ -193,7 +193,7 @@ def position_table(metrics: pd.DataFrame) -> Table:
     """One row per gold position, then `all`, from metrics.csv rows of one run.
 
     Columns: depth of the gold position, score of each method in %, difference of each
-    modified method in points (both with 95 % intervals), n, and those of
+    modified method in points (both with 95 % intervals), n, and the columns in
     :data:`SHARE_COLUMNS` that the run has, for each method.
     """
     scores = rows_of_metric(metrics).assign(metric="score")
@@ -278,7 +278,7 @@ def missing_notes(metrics: pd.DataFrame) -> dict[str, str]:
 
 
 def first_line_notes(metrics: pd.DataFrame) -> dict[str, str]:
-    """Where the score of the first line hides what the whole reply holds, by method, from metrics.csv of a run."""
+    """Notes where the first line scores lower than the whole reply, by method, from metrics.csv of a run."""
     if "note" not in metrics:
         return {}
     rows = rows_over_all_positions(metrics, WHOLE_REPLY)
@@ -308,7 +308,7 @@ def without_missing_scores(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Scores over all examples beside the task's own, in columns of subsets.csv."""
+    """Scores over all examples other than the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
     shown_elsewhere = [*STATISTICS, MINUS_HALF, *SHARE_COLUMNS]
     is_other = (metric != metric_of_task(metrics)) & ~metric.isin(shown_elsewhere)

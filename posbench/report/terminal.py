@@ -1,4 +1,4 @@
-"""What a run prints at its end."""
+"""The output of a run at its end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from posbench.run.method import METHOD_FILE
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
-INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
-"""The interval at the end of a cell; the list of a swept setting is none."""
+FINAL_INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
+"""The interval at the end of a cell; does not match the list of a swept setting."""
 WORD_OR_LIST = re.compile(r"\[.*\](?!\S)|\S+")
-"""What stays in one line of a table: an interval or a list of numbers, too."""
+"""Parts of a cell that are not broken: words, intervals, lists of numbers."""
 MAX_SUBSETS = 24
 """Subsets and averages up to which the terminal shows them all, as the report does."""
 
@@ -59,7 +59,7 @@ def show_run(folder: Path, console: Console) -> None:
 def _show_scores(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print the scores of a run, its method and prompts, and the paper's numbers beside its own."""
+    """Print the scores of a run, its method and prompts, and the paper's numbers next to its own."""
     note = describe_stop(open_run_dir(folder).status())
     console.print(summary_table(metrics, console.width, note))
     if subsets is not None:
@@ -94,7 +94,7 @@ def summary_table(metrics: pd.DataFrame, width: int = 80, note: str = "") -> Tab
     table.caption = "\n".join(filter(None, lines))
     for column in table.columns:
         column.justify = "right"
-    # A rule above the last row, which is that of all positions.
+    # A rule above the last row, over all positions.
     for row in table.rows[-2:-1]:
         row.end_section = True
     return table
@@ -105,7 +105,7 @@ def show_findings(folder: Path, console: Console) -> None:
     findings = read_csv(folder / "findings.csv")
     if findings is None:
         return
-    # n and notes stand in findings.csv and in the report; a terminal is narrow.
+    # n and notes are in findings.csv and in the report; a terminal is narrow.
     header = ["verdict", "claim: what was measured", "value", "p (Holm)"]
     _, cells = tables.findings_table(findings)
     rows = [
@@ -119,7 +119,7 @@ def show_findings(folder: Path, console: Console) -> None:
 def show_reference(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print a paper's numbers beside ours, or why they cannot be compared."""
+    """Print a paper's numbers next to ours, or why they cannot be compared."""
     for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:
@@ -136,12 +136,12 @@ def show_table(
 def text_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80
 ) -> Table:
-    """A table for the terminal; names and settings such as `[a,b]` are no markup.
+    """A table for the terminal, without markup in names and settings such as `[a,b]`.
 
     Args:
         header: Titles of the columns.
         rows: Cells as text.
-        width: Characters of the terminal; in a wider table intervals stand below their
+        width: Characters of the terminal; in a wider table intervals go below their
             numbers.
     """
     columns = []
@@ -153,7 +153,7 @@ def text_table(
     room = width - 3 * (len(header) - 1)
     if sum(max(map(line_length, column)) for column in columns) > room:
         columns = [
-            [title, *(INTERVAL.sub(r"\n\1", cell) for cell in cells)]
+            [title, *(FINAL_INTERVAL.sub(r"\n\1", cell) for cell in cells)]
             for title, *cells in columns
         ]
     columns = fit_columns(columns, room, WORD_OR_LIST)

@@ -54,7 +54,7 @@ TIMED_STAGES = ("search", "study", "intervene", "evaluate")
 def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
     """The cost of a run from its ``status.json``: time, tokens per second, peak memory.
 
-    Only what was measured has a key.
+    Only measured costs have a key.
     """
     costs = status.get("spent", {})
     stages = {name: costs[name] for name in TIMED_STAGES if name in costs}
@@ -85,7 +85,7 @@ def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_stop(status: Mapping[str, Any]) -> str:
-    """How many questions a run asked that did not ask all, and why, from its ``status.json``; else empty."""
+    """Number of questions that a stopped run asked, and the reason, from its ``status.json``; else empty."""
     for record in status.get("stages", {}).values():
         if not record.get("stopped"):
             continue
@@ -102,7 +102,7 @@ def title(
     tasks: Iterable[str],
     swept_keys: Iterable[str] = (),
 ) -> str:
-    """What a page is about, as `scale_channel on tiny, kv_retrieval, by method.factor`.
+    """The subject of a page, as `scale_channel on tiny, kv_retrieval, by method.factor`.
 
     Args:
         subjects: Methods or studies; like the other names, empty ones and repetitions
@@ -239,7 +239,7 @@ def _base_result(
         averages: Scores over all positions, indexed by method.
         name: The model's name in the column ``method``.
         verb: `answers` or `scores`.
-        has_curve: Whether scores by position tell anything; else, and where it ran
+        has_curve: Whether scores by position are informative; else, and where it ran
             alone, the average is reported.
     """
     rows = rows_at_positions(metrics)
@@ -259,7 +259,7 @@ def _base_result(
 
 
 def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str) -> str:
-    """Whether a method raises or lowers the average, or cannot be told to do either."""
+    """Whether a method raises or lowers the average, or the data cannot decide."""
     after = pct(averages.at[method, "value"])
     differences = rows_over_all_positions(metrics, "difference").dropna(subset="ci_low")
     differences = differences[differences["method"] == method]
@@ -297,10 +297,10 @@ def describe_cut_prompts(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def describe_missing_answers(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many rows are no answers, of which kind and why; empty where all are.
+    """Number, kinds and reasons of rows without an answer; empty if every row has one.
 
     Args:
-        rows: Predictions with ``outcome``, and where it is no answer with ``reason``.
+        rows: Predictions with ``outcome``, and without an answer with ``reason``.
     """
     rows = list(rows)
     missing = sum(bool(kind_of_row(row)) for row in rows)
@@ -311,7 +311,7 @@ def describe_missing_answers(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def describe_delivery(facts: Mapping[str, Any]) -> str:
-    """What is known of whether prompts arrived whole; empty where they did, and of a model in process.
+    """The finding on whether prompts arrived whole; empty where they did, and for a model in process.
 
     Args:
         facts: ``delivery`` of the provenance.
@@ -326,7 +326,7 @@ def describe_delivery(facts: Mapping[str, Any]) -> str:
 
 
 def template_sentence(sources: Sequence[str]) -> str:
-    """That the prompts of a run are not the same the next time; empty without what the chat template reads.
+    """The warning that a run's prompts change between runs; empty without ``sources``.
 
     Args:
         sources: See :meth:`posbench.model.encode.Encoder.template_sources`.
@@ -340,7 +340,7 @@ def template_sentence(sources: Sequence[str]) -> str:
 
 
 def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What a server did with the prompts; empty for a model in this process."""
+    """How a server answered: its model, thinking, the reading of choices; empty for a model in this process."""
     rows = list(rows)
     sentences = []
     models = _count(rows, "server")
@@ -399,7 +399,7 @@ def describe_method(method: Mapping[str, Any]) -> str:
 
 
 def count_verdicts(findings: pd.DataFrame, correction: str = "within the study") -> str:
-    """How claims fared: those of the paper, and our controls.
+    """Verdicts on claims, counted: the paper's, and our controls.
 
     Args:
         findings: Rows of findings.csv.
@@ -423,7 +423,7 @@ def count_verdicts(findings: pd.DataFrame, correction: str = "within the study")
 
 
 def list_decided_claims(findings: pd.DataFrame) -> str:
-    """The claims that hold or are contradicted, with their models; how many do neither.
+    """The claims that hold or are contradicted, with their models, and the number of inconclusive ones.
 
     Claims are the paper's, or our controls where the paper makes none.
     """
@@ -439,7 +439,7 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
 def study_answer(findings: pd.DataFrame) -> str:
     """How a study's claims fared, and the first claims with their numbers.
 
-    Those are two of each verdict that decides, or one inconclusive one.
+    Shown are two of each decisive verdict, or one inconclusive one.
     """
     claims = _list_claims(findings, FINDING_VERDICTS[:2], 2, numbers=True)
     if not claims:
@@ -540,7 +540,7 @@ def verdict_table(findings: pd.DataFrame) -> Table:
 
 
 def describe_prompts(folder: Path) -> str:
-    """How many prompts were cut, what made them vary, and what a server did with them; often empty."""
+    """How many prompts were cut, how they vary between runs, and how a server answered; often empty."""
     out = open_run_dir(folder)
     rows = out.rows_without_error(PREDICTIONS)
     facts = read_json(folder / "prompts.json") or {}

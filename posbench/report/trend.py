@@ -14,7 +14,7 @@ from posbench.late import pd
 from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD
-from posbench.report.folder import TREND, read_csv
+from posbench.report.folder import TREND_COLUMNS, read_csv
 from posbench.report.tables import missing_notes
 from posbench.run.folder import PREDICTIONS, RunDir, open_undamaged
 from posbench.schema import resolve_target
@@ -43,7 +43,7 @@ from posbench.tasks.base import read_recorded_task
 
 MAX_SETTINGS = 24
 """Most values of a swept number that are read, and settings that a figure draws."""
-ATTENTION = "attention.jsonl"
+ATTENTION_FILE = "attention.jsonl"
 
 
 def trends(
@@ -59,10 +59,10 @@ def trends(
         axes: The swept keys.
 
     Returns:
-        Rows of :data:`TREND` for every value and for the unmodified model: the centre
+        Rows of :data:`TREND_COLUMNS` for every value and for the unmodified model: the centre
         of attention over the items (0 the first, 1 the last) in the
         :func:`strongest_layer`, the score of the first half of the gold positions minus
-        that of the second, the position bias. Then the findings: rank correlations of
+        the second half's, the position bias. Then the findings: rank correlations of
         these with the number, and the number with the best average score, with
         bootstrap intervals over questions. Both are empty unless exactly one number was
         swept.
@@ -79,7 +79,7 @@ def trends(
             findings.append(findings_table(trend.findings, name))
     if not findings:
         findings = [findings_table([], "")]
-    table = pd.DataFrame(rows, columns=list(TREND))
+    table = pd.DataFrame(rows, columns=list(TREND_COLUMNS))
     return table, pd.concat(findings, ignore_index=True)
 
 
@@ -125,7 +125,7 @@ class _Trend:
 
     Attributes:
         numbers: The values that are read, rising.
-        folders: The run at each of them.
+        folders: The run at each number.
         rows: Of trend.csv, without group and axis; filled by :meth:`measure`.
         findings: Filled by :meth:`measure`.
     """
@@ -144,7 +144,7 @@ class _Trend:
             self.subset_note = f", at {count} of {len(numbers)} values"
         self.folders = {float(number): folders[number] for number in self.numbers}
         for folder in self.folders.values():
-            open_undamaged(folder, only=(ATTENTION, PREDICTIONS))
+            open_undamaged(folder, only=(ATTENTION_FILE, PREDICTIONS))
         self.first_folder = folders[numbers[0]]
         self.chances: dict[Any, float] = {
             n: _chance(folder) for n, folder in self.folders.items()
@@ -225,7 +225,7 @@ class _Trend:
         restriction = ""
         if self.claims:
             claim = self.claims.bias
-            # Below zero a published factor reverses the bias: more of it is not more.
+            # Below zero a published factor reverses the bias, so a larger effect is not a better one.
             numbers = numbers[numbers >= 0]
             restriction = " from 0 up"
         numbers = np.array([number for number in numbers if number in measurable])
@@ -301,8 +301,8 @@ class _Trend:
         """Add the finding that a rank correlation lies on one side of zero.
 
         Args:
-            claim: What the paper claims, or what a control of ours says.
-            statistic: What is correlated with the swept number.
+            claim: The paper's claim, or our control's.
+            statistic: The statistic to correlate with the swept number.
             sign: Side of zero that the paper claims; a control takes either.
             estimate: The correlation.
             restriction: To which values or prompts it is restricted, in words.
@@ -320,7 +320,7 @@ class _Trend:
     ) -> Finding:
         """Whether the number with the best average score lies in the claimed range.
 
-        The interval spans all numbers that cannot be told from the best one, and all that are best in some
+        The interval spans all numbers not significantly worse than the best one, and all that are best in some
         bootstrap draw, so it has no width only where all draws agree. There is a verdict only where the numbers
         asked can show one: some in the claimed range and some on either side, and the best one at neither end.
         """
@@ -370,7 +370,7 @@ class _Trend:
         return finding
 
     def _gaps_around(self, first: float, last: float) -> str:
-        """What a claim on a range needs and the sweep did not ask, with what to ask further; empty for none."""
+        """The numbers missing for a claim on a range, with numbers to ask further; empty if none is."""
         inside = (self.numbers >= first) & (self.numbers <= last)
         missing = []
         further = list[float]()
@@ -423,7 +423,7 @@ class _Trend:
         Jobs of a sweep with a budget may ask different positions, items or numbers of questions.
 
         Args:
-            table: Rows with number, id and prompt (what tells prompts of one id apart).
+            table: Rows with number, id and prompt (distinguishes prompts of one id).
         """
         if not set(self.folders) <= set(table["number"]):
             return None
@@ -465,7 +465,7 @@ class _Trend:
         unknown = {"gold_position": 0, "cluster": ""}
         digests = self._digests()
         rows = []
-        for number, row in self._rows_by_number(ATTENTION):
+        for number, row in self._rows_by_number(ATTENTION_FILE):
             weights = np.array(row["attention"][layer])
             total = weights.sum()
             centre = np.nan
@@ -532,10 +532,10 @@ class _Trend:
 
 
 def not_worse_than_best(means: Array, level: float = 0.95) -> NDArray[np.bool_]:
-    """Which of K settings cannot be told from the best one.
+    """Which of K settings are not significantly worse than the best one.
 
     A setting stays where its largest distance behind another one, in standard errors of their paired difference, is
-    no larger than noise makes the largest of them in 95 % of draws. So the truly best one stays with that probability
+    no larger than the noise in the largest distance in 95 % of draws. So the truly best one stays with that probability
     at least, whatever K is (Hsu 1984, multiple comparisons with the best, with bootstrapped quantiles).
 
     Args:

@@ -1,1 +1,1 @@
-"""Analyses beside the benchmark: one module and one YAML each, by paper."""
+"""Analyses other than the benchmark: one module and one YAML each, by paper."""

@@ -47,7 +47,7 @@ SHUFFLES = 1000
 HEAD_EXAMPLES = 20
 """Examples of each gold position behind the maps of single heads."""
 MIN_RANKED_POSITIONS = 5
-"""Gold positions from which on a rank correlation over them says something."""
+"""Fewest gold positions for a meaningful rank correlation."""
 MIN_END_SCORE = 0.5
 """Score at the better end of the prompt; a model below it cannot do the task at that length."""
 
@@ -84,10 +84,10 @@ class AttentionToGold(Study):
     """Attention of the last token to every item as the gold item moves; layers and heads that follow it.
 
     The retrieval score of a layer or head is the share of examples in which it gives the gold item the
-    largest weight of all items, minus the share that is left when gold positions are shuffled: 0 for one that
+    largest weight of all items, minus that share under shuffled gold positions: 0 for one that
     looks at one place (a vertical line in Figure 2a), near 1 for one that always finds the gold item (the
-    diagonal of Figure 2b). That of a retrieval-related layer or head is worth naming (``least``), and exceeds the
-    largest score of any under shuffled positions (95 %).
+    diagonal of Figure 2b). A layer or head is retrieval-related if its score is worth naming (``least``) and
+    exceeds the largest score of any under shuffled positions (95 %).
 
     Source: Yu et al. 2025, Section 2.1, Eq. 4, Figures 2, 12 and 13, Appendix F. The paper picks the
     retrieval-related layers by eye (15 to 20 of Mistral-7B).
@@ -221,7 +221,7 @@ class AttentionToGold(Study):
         elif layers["retrieval"].any():
             layers["used"] = layers["retrieval"]
         else:
-            # No layer follows the gold item: the best one stands in, so that there is something to look at.
+            # No layer follows the gold item: the best one is used, so that there is something to look at.
             layers["used"] = layers["layer"] == best_layer
 
         num_heads = len(kept_rows[0]["gold"][0])
@@ -503,9 +503,9 @@ def retrieval_scores(
 
     Returns:
         A row per layer or head: score with its interval, found (share of examples with the gold item first),
-        expected (that with shuffled positions), threshold (95 % quantile of the largest score of any then),
-        p (share of shuffles in which some score reaches this one), gold_attention, ratio (to that of the
-        distractors), retrieval, n. Of several gold items the one at ``gold_position`` has to come first.
+        expected (the same share under shuffled positions), threshold (95 % quantile of the largest score of any then),
+        p (share of shuffles in which some score reaches this one), gold_attention, ratio (to the attention to
+        distractors), retrieval, n. Among several gold items the one at ``gold_position`` has to come first.
     """
     counts = np.bincount(positions, minlength=int(largest.max()) + 1)
     position_shares = counts / len(positions)

@@ -1,4 +1,4 @@
-"""What every study is: a measurement that ends in tables, figures and verdicts on a paper's claims."""
+"""The interface of a study: a measurement that ends in tables, figures and verdicts on a paper's claims."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Study(ABC):
     Attributes:
         needs_model: Whether it runs the model; otherwise ``run.lm`` stays untouched.
         needs_task: Whether it runs the task's prompts.
-        uses_method: Whether it applies the run's method itself. Otherwise all of it runs inside the method that
-            the user typed, and on the unmodified model where none was typed.
+        uses_method: Whether it applies the run's method itself. Otherwise the whole study runs inside the typed
+            method, or on the unmodified model if none was typed.
         all_methods: Whether it measures every method of ``run.all_methods``, and takes none.
         text_lengths: Fields with the tokens of a text, which the context window bounds.
         smallest: Fields that a budget may lower, each with the least that it leaves; its :meth:`workload` follows them.
@@ -42,15 +42,15 @@ class Study(ABC):
         """Compare the fields with model and task, before anything is written.
 
         Raises:
-            UserError: Something does not fit; the message names it and what is allowed.
+            UserError: The fields do not fit; the message names the field and the allowed values.
         """
 
     def files(self) -> tuple[Source, ...]:
-        """Further files that the numbers come from; what they hold is part of a run's identity."""
+        """Further files that the numbers come from; their contents are part of a run's identity."""
         return ()
 
     def workload(self, run: Run) -> Sequence[InspectionPasses | StudyWorkload]:
-        """What it asks of the model at most; nothing where that cannot be known before."""
+        """Upper bound of its workload; empty where it is not known in advance."""
         return ()
 
     @abstractmethod
@@ -62,5 +62,5 @@ class Study(ABC):
         return {}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """What the tables say about the paper's claims."""
+        """Verdicts on the paper's claims, from the tables."""
         return ()

@@ -1,4 +1,4 @@
-"""Where does a position bias come from? Each intervention takes away one thing that tells an item's place."""
+"""Where does a position bias come from? Each intervention removes one cue to an item's place."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ POSITION_IDS = "position ids"
 SINK = "first token"
 Means: TypeAlias = "Mapping[str, Array]"
 """Means of groups of losses, [R] over bootstrap draws, by group."""
-SHARE = 1 / 3
+SMALLEST_GAP_SHARE = 1 / 3
 """Share of the gap between the best and the worst gold position that an intervention on a source closes at least."""
 SINK_FACTOR = 0.01
-"""What is left of the last token's attention to the first token; without any, heads that see nothing else have none."""
+"""Factor on the last token's attention to the first token; at 0, heads that see nothing else would see nothing."""
 SOURCE_TABLES = ("bias_source", "bias_source_effects")
 """Tables of the study."""
 NO_GAP = "no gold position is surely better than the others"
@@ -56,8 +56,8 @@ class Intervention(NamedTuple):
     """A change of the forward pass that takes one source away.
 
     Attributes:
-        source: What tells the place of an item, and is taken away.
-        change: What is changed of the gold item; of the sink, of the first token.
+        source: The cue to the place of an item, which is removed.
+        change: The change to the gold item; for the sink, to the first token.
         control: The intervention that changes another item in the same way; for both moves of position ids that to the
             end.
         place: The place that the item then looks like having: ``first`` or ``last``; empty: none.
@@ -69,12 +69,12 @@ class Intervention(NamedTuple):
     place: Literal["first", "last", ""]
 
     def __str__(self) -> str:
-        """The source, and what is changed."""
+        """The source, and the change."""
         return f"{self.source}: {self.change.label}"
 
     @property
     def claim(self) -> str:
-        """What holds where the intervention closes a third of the gap."""
+        """The claim that holds where the intervention closes a third of the gap."""
         return f"The bias comes in part from the {self}"
 
 
@@ -131,11 +131,11 @@ CONTROLS = {
 class BiasSource(Study):
     """What tells the model where an item stands: loss of the right answer when one source of that is taken away.
 
-    The gap is the loss at the worst gold position minus that at the best one. A source contributes where an
+    The gap is the loss at the worst gold position minus the loss at the best one. A source contributes where an
     intervention on it at the worst position closes a third of the gap or more, and more than the same intervention on
-    another item of the prompt, for sure. The crop covers all layers, so that nothing in an item's hidden states tells
-    what came before it; it makes an item look like the first one, so that a preference for the end which the mask alone
-    brings about cannot be shown.
+    another item of the prompt, for sure. The crop covers all layers, so that an item's hidden states carry no
+    information on earlier tokens; it makes an item look like the first one, so that a preference for the end which
+    the mask alone brings about cannot be shown.
 
     Source: perturbations of Yu et al. 2025, Section 2.2 and Appendix D.2; the crop of all layers, the sink and the rule
     are ours.
@@ -270,7 +270,7 @@ def _changes(lm: LM, place: str = "") -> dict[str, ItemChange]:
 
     Args:
         lm: The model.
-        place: Where the gold item stands, ``first`` or ``last``: what makes it look so changes nothing.
+        place: Place of the gold item, ``first`` or ``last``; a change that makes it look so has no effect there.
     """
     changes = {
         name: intervention.change
@@ -311,7 +311,7 @@ def _applied(
 
     Args:
         lm: The model.
-        change: What is changed; neither mask nor position ids: the last token's attention is dimmed.
+        change: The change; if neither mask nor position ids, the last token's attention is dimmed.
         lengths: Tokens of each prompt.
         spans: Tokens of the item that is changed.
         targets: Tokens whose position ids it takes, where it is moved.
@@ -365,7 +365,7 @@ def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
-    """The gap, and of each intervention the fall of the loss, its share of the gap and what is beyond the bounds.
+    """The gap, and for each intervention the fall of the loss, its share of the gap and its margins over the bounds.
 
     Args:
         frame: Loss of each prompt by variant.
@@ -433,12 +433,12 @@ def _share_of_gap(variant: str, means: Means) -> Array:
 
 
 def _gain_over_bound(variant: str, means: Means) -> Array:
-    """The gain minus what a source closes at least."""
-    return _gain(variant, means) - SHARE * _gap(means)
+    """The gain minus the least that a source closes."""
+    return _gain(variant, means) - SMALLEST_GAP_SHARE * _gap(means)
 
 
 def _gain_over(variant: str, control: str, means: Means) -> Array:
-    """The gain minus that of the control."""
+    """The gain minus the control's."""
     return _gain(variant, means) - _gain(control, means)
 
 
@@ -451,7 +451,7 @@ def has_gap(effects: Mapping[str, Estimate]) -> bool:
 
 
 def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
-    """Whether an intervention closes :data:`SHARE` of the gap, and more than its control does."""
+    """Whether an intervention closes :data:`SMALLEST_GAP_SHARE` of the gap, and more than its control does."""
     intervention = INTERVENTIONS[name]
     claim = intervention.claim
     statistic = "share of the gap that this closes at the worst gold position"
@@ -464,7 +464,7 @@ def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
         Finding.above(claim, statistic, effects[f"{name}_over_control"], 0.0, note),
     ]
     numbers = Finding.that(True, claim, statistic, share, note)
-    holds_if = f"above {SHARE:.2f}, and above its control"
+    holds_if = f"above {SMALLEST_GAP_SHARE:.2f}, and above its control"
     return replace(join_findings(parts, numbers_of=numbers), holds_if=holds_if)
 
 
@@ -475,7 +475,9 @@ def source_figure(effects: Mapping[str, Estimate]) -> Figure:
     counts = [effects[f"{name}_share"].n for name in names]
     figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.3 * len(names), n=counts)
     axes.axvline(0, color=plot.GUIDE, linewidth=0.6)
-    axes.axvline(100 * SHARE, color=plot.GUIDE, linewidth=0.6, linestyle=plot.DASHED)
+    axes.axvline(
+        100 * SMALLEST_GAP_SHARE, color=plot.GUIDE, linewidth=0.6, linestyle=plot.DASHED
+    )
     shares = pd.DataFrame([estimate_row(effects[f"{name}_share"]) for name in names])
     heights = range(len(names))
     plot.percent_bars(

@@ -1,4 +1,4 @@
-"""What studies of gold positions share: tokenised prompts, layers to look at, tables of effects."""
+"""Common parts of studies of gold positions: tokenised prompts, layers to look at, tables of effects."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ ComputeRows = Callable[[Sequence[Example]], list[Row]]
 ComputeRowsOnPrefix = Callable[[Sequence[Example], Prefix | None], list[Row]]
 RowsByVariant = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
 CROP_LAYERS = (1, 7)
+"""First and last cropped layer of 32, 0-based: 2 to 8 counted from 1 in Yu et al. 2025, Section 2.2."""
 RETRIEVAL_LAYERS = (15, 20)
-"""Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
+"""First and last retrieval layer of 32, 0-based: Yu et al. 2025."""
 MIN_LAYERS_FOR_SHARE = 16  # of fewer layers a share of the paper's says little
 BOUNDS = {"share": SMALLEST_SHARE, "point": SMALLEST_POINTS / 100}
 """Names of the smallest effects worth naming in ``yu2025_claims.csv``; its scores lie between 0 and 1."""
@@ -99,7 +100,7 @@ def check_prompts(run: Run, task: Task | None = None) -> None:
 
 
 def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
-    """Raise UserError unless a list names some layers, all of them the model's; None is for a default."""
+    """Raise UserError unless a list names some of the model's layers; None stands for a default."""
     if layers is None:
         return
     if not layers or any(not 0 <= layer < lm.layers for layer in layers):
@@ -139,7 +140,7 @@ def study_channels(
 
     Args:
         run: The run.
-        channel: The channel; None for that of the model's scale_channel block.
+        channel: The channel; None for the channel in the model's scale_channel block.
         controls: Number of control channels.
         seed: Of their draw.
 
@@ -166,7 +167,7 @@ def study_channels(
 
 
 def channel_subject(run: Run, channel: int) -> str:
-    """What the claims on a channel are asked of, see :func:`posbench.methods.scale_channel.channel_role`."""
+    """The subject of claims on a channel, see :func:`posbench.methods.scale_channel.channel_role`."""
     searched = run.model.blocks.get("scale_channel", {}).get("channel")
     return channel_role(channel, searched, run.model.positional_channel)
 
@@ -212,9 +213,9 @@ class ItemChange(NamedTuple):
     """How the forward pass treats one item of a prompt.
 
     Attributes:
-        label: What is changed, for readers.
+        label: The change, for readers.
         crops_mask: Whether the item sees nothing that comes before it.
-        moved_to: Where the item stands whose position ids it takes; empty: it keeps its own.
+        moved_to: Place of the item whose position ids it takes; empty: it keeps its own.
         of_another: Whether that is another item than the gold one (a control).
     """
 
@@ -427,10 +428,10 @@ class Prompts:
         Args:
             variant: Name of the variant, which identifies its rows.
             block: Makes the context in which a batch runs.
-            keep: Selects what to store of a batch's attention to its items, [B, L, N]: a row per prompt.
+            keep: Selects the part of a batch's attention to its items, [B, L, N], to store: a row per prompt.
 
         Returns:
-            By example id the score and what ``keep`` selected.
+            By example id the score and the selection of ``keep``.
         """
 
         def compute(batch: Sequence[Example]) -> list[Row]:
@@ -511,7 +512,7 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
 
 
 def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
-    """Compare the scores of a method with those of others on the same prompts.
+    """Compare the scores of a method with others on the same prompts.
 
     Args:
         scores: As of :func:`posbench.run.replies.compare_scores`.
@@ -520,8 +521,8 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
 
     Returns:
         The method's mean (value) and n; paired, its ``difference`` from the base and its ``gain`` on the
-        unmodified model; each with its interval, over prompts that all of them answered; the largest share of
-        prompts that one of them did not (``missing``); and the share whose score the method ``changed``.
+        unmodified model; each with its interval, over prompts that all three answered; the largest share of
+        prompts that one left unanswered (``missing``); and the share whose score the method ``changed``.
     """
     compared = [method, base, UNMODIFIED]
     all_scores = scores.pivot(index="id", columns="method", values="score")[
@@ -581,7 +582,7 @@ def values_and_clusters(rows: pd.DataFrame, column: str) -> Group:
 def difference_of_means(
     groups: Mapping[K, Group], after: K, before: K, resamples: int
 ) -> Estimate:
-    """Estimate the mean of one group minus that of another.
+    """Estimate the mean of one group minus another's.
 
     It is :func:`posbench.stats.bootstrap.paired` where both have the same prompts, else
     :func:`posbench.stats.bootstrap.statistic`.
@@ -606,8 +607,8 @@ def judge_claims(
 ) -> list[Finding]:
     """Judge a study's claims of ``yu2025_claims.csv`` by a table of effects.
 
-    A claim holds where the interval of an effect, and that of ``also``, lies on a side of a bound: a number or one of
-    :data:`BOUNDS`, as a share of the effect ``of`` if it has one. A claim without its effect is not testable.
+    A claim holds where the interval of an effect, and the interval of ``also``, lies on a side of a bound: a number or
+    one of :data:`BOUNDS`, as a share of the effect ``of`` if it has one. A claim without its effect is not testable.
 
     Args:
         table: Effects, see :func:`effects_table`.

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from posbench import __version__, load, paths
-from posbench.cli.ls import KINDS
+from posbench.cli.ls import GROUP_OF_KIND
 from posbench.cli.main import VERBS
 from posbench.errors import choices
 from posbench.report import paper, sweep, text
@@ -48,7 +48,7 @@ def test_help_and_version(posbench: Callable[..., Result]) -> None:
 def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     everything = posbench("ls", verb=True)
     assert everything.status == 0
-    for verb, group in KINDS.items():
+    for verb, group in GROUP_OF_KIND.items():
         listed = posbench("ls", verb, verb=True).out
         assert [line.split("\t")[0] for line in listed.splitlines()[1:]] == choices(
             *paths.group_folders(group)
@@ -101,7 +101,9 @@ def test_validate_checks_everything_and_runs_nothing(
     assert result.status == 0, result.err
     lines = result.out.splitlines()
     groups = [
-        f"{g}={n}" for g in KINDS.values() for n in choices(*paths.group_folders(g))[:2]
+        f"{g}={n}"
+        for g in GROUP_OF_KIND.values()
+        for n in choices(*paths.group_folders(g))[:2]
     ]
     for name in [
         *groups,
@@ -110,7 +112,7 @@ def test_validate_checks_everything_and_runs_nothing(
         assert any(line.startswith("ok ") and name in line.split() for line in lines), (
             name
         )
-    assert len(lines) == 2 * (len(KINDS) + 1)
+    assert len(lines) == 2 * (len(GROUP_OF_KIND) + 1)
     assert list(tmp_path.iterdir()) == []
     result = posbench("validate", "-m", "task.pairs=16,1,65", verb=True)
     assert (

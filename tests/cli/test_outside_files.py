@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from posbench.cli.main import main
-from posbench.export.write import RECORD
+from posbench.export.write import RECORD_FILE
 from posbench.files.parse import MAX_DEPTH
 from posbench.run.folder import JOBS, SUBMITTED
 from tests.conftest import Result, run_folders
@@ -140,7 +140,7 @@ def test_record_of_an_export(run: Path, tmp_path: Path, posbench: Command) -> No
         verb=True,
     )
     assert written.status == 0, written.err
-    data: dict[str, Any] = json.loads((fix / RECORD).read_text())
+    data: dict[str, Any] = json.loads((fix / RECORD_FILE).read_text())
     fields: list[tuple[str | int, ...]] = [
         (key,) for key in ("format", "command", "raw", "base", "files")
     ]
@@ -157,7 +157,10 @@ def test_record_of_an_export(run: Path, tmp_path: Path, posbench: Command) -> No
         ("unknown format", replaced(data, ("format",), '"zip"')),
     ]
     assert_all_refused(
-        fix / RECORD, texts, lambda: posbench("verify", str(fix), verb=True), tmp_path
+        fix / RECORD_FILE,
+        texts,
+        lambda: posbench("verify", str(fix), verb=True),
+        tmp_path,
     )
 
 

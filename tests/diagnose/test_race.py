@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posbench.diagnose.race import BATCH, FIRST_ROUND, ROWS_FILE, race
+from posbench.diagnose.race import FIRST_ROUND, RACE_BATCH, RACE_FILE, race
 from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.layer_scaling import LayerScaling
@@ -75,7 +75,7 @@ def test_gains_are_those_of_the_losses_one_by_one(
         count = remedy.gain.n
         gain = losses(Unmodified(), count) - losses(METHODS[remedy.name], count)
         assert remedy.gain.value == pytest.approx(gain.mean(), abs=1e-5)
-    assert sum(read) == 5 * FIRST_ROUND + 3 * BATCH
+    assert sum(read) == 5 * FIRST_ROUND + 3 * RACE_BATCH
 
 
 def test_a_race_that_was_ended_goes_on_where_it_was(
@@ -93,5 +93,5 @@ def test_a_race_that_was_ended_goes_on_where_it_was(
         found = race(lm, METHODS, examples, rows_in(folder, second), lambda: False)
         assert [(r.name, r.gain) for r in found] == [(r.name, r.gain) for r in alone]
         assert sum(first) + sum(second) == sum(read) and sum(first) < sum(read)
-        lines = (folder / ROWS_FILE).read_text().splitlines()
+        lines = (folder / RACE_FILE).read_text().splitlines()
         assert len(lines) == sum(read), "each prompt is read once"

@@ -12,7 +12,7 @@ from posbench import paths
 from posbench.embedded.criteria import criteria
 from posbench.embedded.data import draw_batch, end_prior
 from posbench.embedded.network import block_logits
-from posbench.embedded.recipe import RECIPES, SHIPPED
+from posbench.embedded.recipe import RECIPES, SHIPPED_SEEDS
 from posbench.embedded.study import MEASURED_FILE, SEEDS_FILE
 from posbench.embedded.tokenizer import VOCAB
 from posbench.embedded.training import TRAINING_FILE
@@ -23,7 +23,7 @@ from tests.rounding import assert_same, noise_floor
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=list(SHIPPED))
+@pytest.fixture(scope="module", params=list(SHIPPED_SEEDS))
 def shipped(request):
     folder = paths.MODELS / request.param
     return folder, AutoModelForCausalLM.from_pretrained(
@@ -79,7 +79,7 @@ def test_the_card_says_what_was_measured(shipped):
     )
     text = (folder / "README.md").read_text()
     base = measured["base"]
-    assert log["seed"] == SHIPPED[folder.name]
+    assert log["seed"] == SHIPPED_SEEDS[folder.name]
     assert {**log["recipe"]} == json.loads(json.dumps(asdict(RECIPES[folder.name])))
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in text
     assert f"{measured['n']} prompts with {measured['pairs']} pairs" in text
@@ -118,7 +118,7 @@ def test_published_numbers_meet_the_criteria_for_tiny_and_not_for_its_sibling():
 
 def test_study_lists_at_least_eight_seeds_with_the_shipped_ones():
     table = pd.read_csv(paths.MODELS / "tiny" / SEEDS_FILE)
-    assert len(table) >= 8 and {SHIPPED["tiny"], SHIPPED["tiny_b"]} <= set(
+    assert len(table) >= 8 and {SHIPPED_SEEDS["tiny"], SHIPPED_SEEDS["tiny_b"]} <= set(
         table["seed"]
     )
     table = table.dropna()

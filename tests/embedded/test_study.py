@@ -11,7 +11,7 @@ from posbench import paths
 from posbench.embedded import criteria as measuring
 from posbench.embedded import study
 from posbench.embedded.criteria import criteria, kv_task, measure
-from posbench.embedded.recipe import RECIPES, SHIPPED
+from posbench.embedded.recipe import RECIPES, SHIPPED_SEEDS
 from posbench.embedded.training import TRAINING_FILE
 from tests.conftest import run_folders
 from tests.embedded.test_training import MICRO
@@ -48,7 +48,7 @@ def test_the_first_seed_that_meets_the_criteria_is_finished(
     trainings, posbench, outputs
 ):
     assert posbench("study=embedded_model").status == 0
-    assert trainings[0] == SHIPPED["tiny"] and trainings == [9, 0, 1]
+    assert trainings[0] == SHIPPED_SEEDS["tiny"] and trainings == [9, 0, 1]
     (run,) = run_folders(outputs)
     finished = run / "tiny"
     shipped = {p.name for p in (paths.MODELS / "tiny").iterdir()}

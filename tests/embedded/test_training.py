@@ -17,7 +17,7 @@ from posbench.embedded.data import (
     end_prior,
 )
 from posbench.embedded.network import alibi_slopes, block_logits, build_model
-from posbench.embedded.recipe import RECIPES, SHIPPED, Recipe, TrainStage
+from posbench.embedded.recipe import RECIPES, SHIPPED_SEEDS, Recipe, TrainStage
 from posbench.embedded.start import CLOCK_CHANNEL, rope_tables, rotate
 from posbench.embedded.tokenizer import FIRST_WORD, VOCAB, build_tokenizer
 from posbench.embedded.training import (
@@ -60,7 +60,7 @@ def records(pairs, seed=0):
     return [(WORDS[k], WORDS[v]) for k, v in zip(keys, values, strict=True)]
 
 
-@pytest.fixture(scope="module", params=["built", *SHIPPED])
+@pytest.fixture(scope="module", params=["built", *SHIPPED_SEEDS])
 def tokenizer(request):
     if request.param == "built":
         return build_tokenizer()

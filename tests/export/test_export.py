@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from posbench.cli.main import main
-from posbench.export.write import CARD, RECORD
+from posbench.export.write import CARD, RECORD_FILE
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
 from posbench.stats.verdict import FIXED, Verdict
@@ -41,7 +41,7 @@ def test_a_run_becomes_an_adapter(
         "export", str(run), "--to", "lora", "--force", "--out", str(out), verb=True
     )
     assert result.status == 0, result.err
-    record = json.loads((out / RECORD).read_text())
+    record = json.loads((out / RECORD_FILE).read_text())
     ran = json.loads((run / "method.json").read_text())
     node = record["raw"]["method"]
     assert {key: node[key] for key in ("channel", "factor", "layers")} == {
@@ -125,7 +125,7 @@ def test_the_price_is_that_of_a_plain_loop(
         str(tmp_path / "fix"),
     ]
     assert posbench(*call, verb=True).status == 0
-    told = json.loads((tmp_path / "fix" / RECORD).read_text())["price"]
+    told = json.loads((tmp_path / "fix" / RECORD_FILE).read_text())["price"]
     lm = package.load("tiny")
     task = instantiate(compose_one("model=tiny", *SMALL).raw["task"], Task, "task")
     means = {}
@@ -329,7 +329,7 @@ def test_calibration_prompts_fit_the_window_as_in_validate(
     out = tmp_path / "fix"
     result = posbench("export", *origin, "--to", "lora", "--out", str(out), verb=True)
     assert result.status == 0, result.err
-    task = json.loads((out / RECORD).read_text())["raw"]["task"]
+    task = json.loads((out / RECORD_FILE).read_text())["raw"]["task"]
     assert task["calibration_pairs"] == searched.calibration_pairs
     assert task["pairs"] == searched.pairs
     assert posbench("verify", str(out), verb=True).status == 0
@@ -379,7 +379,7 @@ def test_only_an_export_as_it_was_written_is_replaced(
     call = ["export", "model=tiny", *SMALL, "--to", "lora", "--out", str(out)]
     assert posbench(*call, verb=True).status == 0 == posbench(*call, verb=True).status
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {
-        out.joinpath(RECORD).stat().st_mode & 0o777
+        out.joinpath(RECORD_FILE).stat().st_mode & 0o777
     }
     (out / "mine.yaml").write_text("mine")
     refused = posbench(*call, verb=True)

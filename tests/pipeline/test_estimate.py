@@ -104,7 +104,7 @@ def test_studies_read_what_they_tell(given, tiny, tmp_path, monkeypatch):
 
 def test_many_prompts_are_told_from_some(monkeypatch):
     _, (_, whole) = told("task.limit=40")
-    monkeypatch.setattr(estimate, "COUNTED_CHARACTERS", 3000)
+    monkeypatch.setattr(estimate, "ESTIMATE_CHARACTERS", 3000)
     _, (_, some) = told("task.limit=40")
     assert some.prompts == whole.prompts == 240
     for name in (

@@ -111,16 +111,18 @@ LAYERS = {"crop_first": 0, "crop_last": 1, "retrieval_first": 2, "retrieval_last
 
 def cropped() -> Figure:
     table = rows(
-        variant=list(crop_mask.LABELS), measure=["score", "attention"], depth=DEPTHS
+        variant=list(crop_mask.CHANGE_LABELS),
+        measure=["score", "attention"],
+        depth=DEPTHS,
     )
-    layers = rows("change", variant=list(crop_mask.LABELS), layer=[0, 1, 2])
+    layers = rows("change", variant=list(crop_mask.CHANGE_LABELS), layer=[0, 1, 2])
     return crop_mask.crop_figure(table.assign(**LAYERS), layers.assign(**LAYERS))
 
 
 def doubled() -> Figure:
-    table = rows("score", mode=list(doubling.LABELS), depth=DEPTHS).assign(items=9)
+    table = rows("score", mode=list(doubling.MODE_LABELS), depth=DEPTHS).assign(items=9)
     return doubling.doubling_figure(
-        table.merge(rows("attention", mode=list(doubling.LABELS), depth=DEPTHS)), 4
+        table.merge(rows("attention", mode=list(doubling.MODE_LABELS), depth=DEPTHS)), 4
     )
 
 
@@ -134,7 +136,10 @@ def subtracted() -> Figure:
 
 def curved() -> Figure:
     table = rows(
-        variant=list(perturbed.LABELS), layer=[0, 1, 2], token=[0, 9, 20], channel=[7]
+        variant=list(perturbed.VARIANT_LABELS),
+        layer=[0, 1, 2],
+        token=[0, 9, 20],
+        channel=[7],
     )
     return perturbed.curves_figure(
         table.assign(control=False, start=8, end=12), n=table["n"]
@@ -330,7 +335,7 @@ def test_models_get_colours_of_their_own_and_numbers_steps_of_a_scale():
 
 def hidden_in_layers(num_layers: int) -> Figure:
     table = rows(
-        variant=list(perturbed.LABELS),
+        variant=list(perturbed.VARIANT_LABELS),
         layer=list(range(num_layers)),
         token=[8, 100, 254],
         channel=[382],

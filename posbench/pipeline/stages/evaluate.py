@@ -34,12 +34,12 @@ from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
 
-PROMPTS = "prompts.json"
-METRICS = "metrics.csv"
+PROMPTS_FILE = "prompts.json"
+METRICS_FILE = "metrics.csv"
 FILE = PREDICTIONS
 """The rows of this stage; each stage with rows calls their file so."""
-SUBSETS = "subsets.csv"
-TABLES = (METRICS, SUBSETS)
+SUBSETS_FILE = "subsets.csv"
+SCORE_TABLES = (METRICS_FILE, SUBSETS_FILE)
 SUBMISSION = "submission"
 """Folder of the files for a benchmark's leaderboard, by method."""
 
@@ -53,7 +53,7 @@ def run(config: Config, run: Run) -> None:
     _undo_rescore(run)
     unmodified_key = run.share_unmodified(PREDICTIONS)
     encoded = run.prompts.encode(run.evaluation)
-    run.out.write_json(PROMPTS, _prompt_facts(run, encoded))
+    run.out.write_json(PROMPTS_FILE, _prompt_facts(run, encoded))
     methods = run.methods()
     shape_rule = None
     if run.runtime.until:
@@ -73,7 +73,7 @@ def run(config: Config, run: Run) -> None:
 
 
 def _facts_of_stop(config: Config, stop: Stop | None) -> dict[str, Any]:
-    """What the record of the stage says of where it stopped, and why."""
+    """The entry on where and why the stage stopped, for its record."""
     budget = None
     if config.budget and stop:
         unit, size = config.budget.amount
@@ -103,7 +103,7 @@ def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
 def _submission(run: Run, rows: Sequence[Row]) -> dict[str, str]:
     """Texts of the files for the benchmark's leaderboard, by name; none where it has none."""
     outputs = {row["id"]: str(row["output"]) for row in rows}
-    # A run that stopped at its budget did not ask all of them.
+    # A run that stopped at its budget left some unanswered.
     replies = [(e, outputs[e.id]) for e in run.evaluation if e.id in outputs]
     return dict(run.task.submission(replies))
 
@@ -116,12 +116,12 @@ def files_of_rows(
     Args:
         run: The finished run.
         encoded: The prompts by the id of their example.
-        rows: Rows of all methods, without those that failed.
+        rows: Rows of all methods, without failed ones.
 
     Returns:
         Their texts by name, as the stage wrote them; a file that it did not write is left out.
     """
-    files = {PROMPTS: json_text(_prompt_facts(run, encoded))}
+    files = {PROMPTS_FILE: json_text(_prompt_facts(run, encoded))}
     tabulator = _tabulator(run.task, run.model.name, run.runtime.resamples, run.out)
     methods = list(run.method.methods())
     anytime = {}
@@ -174,7 +174,7 @@ def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
 
 
 def _questions_checksum(examples: Sequence[Example]) -> str:
-    """A checksum over what is asked, before any template: no model is needed to compare it."""
+    """A checksum over the questions before any template: comparing it needs no model."""
     total = hashlib.sha256()
     for example in examples:
         total.update(f"{example.id}\0{example.prompt}\0".encode())
@@ -205,16 +205,16 @@ def write_metrics(
     tables = _score_tables(_tabulator(task, model, resamples, out), rows, anytime)
     if not tables:
         return False
-    write_csv(out.path / METRICS, tables[METRICS])
-    # From what was written, as page and card are.
-    note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
-    if len(tables[SUBSETS]):
-        write_csv(out.path / SUBSETS, tables[SUBSETS])
+    write_csv(out.path / METRICS_FILE, tables[METRICS_FILE])
+    # From the written file, like the page and the card.
+    note_verdict(out, run_verdict(read_csv(out.path / METRICS_FILE)))
+    if len(tables[SUBSETS_FILE]):
+        write_csv(out.path / SUBSETS_FILE, tables[SUBSETS_FILE])
     return True
 
 
 def _tabulator(task: Task, model: str, resamples: int, out: RunDir) -> Tabulator:
-    """What tabulates the rows of a run; the arguments are those of :func:`write_metrics`."""
+    """The tabulator of a run's rows; the arguments are those of :func:`write_metrics`."""
     served = out.config().get("model") or {}
     return Tabulator(
         task=task,
@@ -237,8 +237,8 @@ def _score_tables(
     if not any(map(is_scorable, ordered)):
         return {}
     return {
-        METRICS: tabulator.metrics(ordered, anytime),
-        SUBSETS: tabulator.subsets(ordered),
+        METRICS_FILE: tabulator.metrics(ordered, anytime),
+        SUBSETS_FILE: tabulator.subsets(ordered),
     }
 
 
@@ -257,7 +257,7 @@ def _undo_rescore(run: Run) -> None:
 def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     """Score the saved outputs again, without a model.
 
-    Where scores change the run is marked first: their code may be other than that of its version, so that no other run
+    Where scores change, the run is marked first: their code may differ from its version's, so that no other run
     copies them, and a repeated command makes them again.
 
     Args:
@@ -267,10 +267,10 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         out: The run folder.
 
     Returns:
-        How many rows changed their score.
+        Number of rows whose score changed.
 
     Raises:
-        UserError: The task no longer asks what the run asked, or gives no score any more.
+        UserError: The task no longer has the run's questions, or gives no score any more.
     """
     examples = {example.id: example for example in task.evaluation()}
     saved_rows = out.rows(PREDICTIONS)
@@ -300,7 +300,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
 
 
 def _asks(examples: Mapping[str, Example], row: Row) -> bool:
-    """Whether the prompt of a row is that of its example; of an old row the id alone tells."""
+    """Whether a row and its example have the same prompt; rows of old runs are compared by id alone."""
     example = examples.get(row["id"])
     if example is None:
         return False
@@ -314,7 +314,7 @@ def _need_same_questions(
     """Refuse a task that asks other questions than a run did."""
     unknown_ids = [row["id"] for row in rows if not _asks(examples, row)]
     checksum = _questions_checksum(list(examples.values()))
-    same = out.read_json(PROMPTS).get("questions", checksum) == checksum
+    same = out.read_json(PROMPTS_FILE).get("questions", checksum) == checksum
     if same and not unknown_ids:
         return
     value = f"{task.name}, {len(examples)} questions"

@@ -1,4 +1,4 @@
-"""What the method does inside: attention of the last prompt token to every item, before and after."""
+"""Effect of the method inside the model: attention of the last prompt token to every item, before and after."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def plan_attention(
 
 
 class AttentionBatches(BatchPlan):
-    """The attention to the items of prompts; a row holds that of its example, of shape (layers, items)."""
+    """The attention to the items of prompts; each row has its example's, of shape (layers, items)."""
 
     def make_batches(
         self, examples: Sequence[Example], prompts: Prompts, shape: BatchShape

@@ -22,7 +22,7 @@ def run(config: Config, run: Run) -> None:
 
 
 def is_current(config: Config, folder: Path) -> bool:
-    """Whether a report has what its experiment and the paper's table say now."""
+    """Whether a report has the current claims of its experiment and the current table of the paper."""
     return all(
         read_json(folder / name, Any) == as_json(content)
         for name, content in _files_of_paper(config).items()
@@ -30,7 +30,7 @@ def is_current(config: Config, folder: Path) -> bool:
 
 
 def _files_of_paper(config: Config) -> dict[str, Any]:
-    """The files of a run that say what an experiment claims, and the paper's numbers; none without one."""
+    """Files of a run with its experiment's claims and the paper's numbers, by name; empty without an experiment."""
     experiment = config.experiment
     if experiment is None:
         return {}

@@ -23,7 +23,7 @@ def run(config: Config, run: Run) -> None:
         tables = study.measure(run)
     for name, table in tables.items():
         write_csv(run.out.path / f"{name}.csv", table)
-    # From what was written, as the figures are: a verdict never rests on digits that no file holds.
+    # From the written files, like the figures: a verdict never rests on digits that no file holds.
     findings = study.findings(study_tables(run.out.path, list(tables)))
     if findings:
         model = run.model.name if study.needs_model else ""

@@ -1,1 +1,1 @@
-"""What methods cost, and how exact they are."""
+"""Cost and precision of methods."""

@@ -47,7 +47,7 @@ class Kernels(Unmodified):
             yield
 
     def attend(self, *args: Any, following: Any, **settings: Any) -> Any:
-        """What the last of the calls returns."""
+        """The output of the last call."""
         for _ in range(self.count):
             output = following(*args, **settings)
         return output

@@ -1,4 +1,4 @@
-"""Whether a GPU gives what the CPU gives, under every method, and what it costs there."""
+"""Whether a GPU computes the same as the CPU under every method, and the cost of methods there."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ CPU_SETUP = Setup("the CPU")
 
 
 def setups(device: torch.device, gpus: int, flash: bool) -> list[Setup]:
-    """List what to check.
+    """List the setups to check.
 
     Without a GPU every setup that needs one is listed as missing, and the CPU is held against itself with
     another kernel or placement: that shows that the checks work, and nothing about CUDA.
@@ -125,9 +125,9 @@ def setups(device: torch.device, gpus: int, flash: bool) -> list[Setup]:
 class GpuCheck(Study):
     """Logits, answer losses and replies of every method on small models, against the CPU in float32.
 
-    A difference is relative to the CPU's largest value. In float32 that of the worst prompt may be 1e-4, and
-    one prompt may be answered otherwise (a tie). In 16 bits that of the median prompt may be three times what
-    the CPU's own is under any method: rounding may turn a choice, as of ms_poe's heads, in a few prompts.
+    A difference is relative to the CPU's largest value. In float32 the worst prompt's may be 1e-4, and
+    one prompt may be answered otherwise (a tie). In 16 bits the median prompt's may be three times the
+    CPU's own under any method: rounding may turn a choice, as of ms_poe's heads, in a few prompts.
     Then ``latency`` and ``throughput`` run: on a GPU at the size of a 7B model and 10,000 tokens.
 
     Attributes:
@@ -155,7 +155,7 @@ class GpuCheck(Study):
         )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``checks`` (a row per setup, model, method and quantity) and those of the bench."""
+        """Tables ``checks`` (a row per setup, model, method and quantity) and the bench's tables."""
         device = torch_device(run.runtime.device)
         has_flash = transformers.utils.is_flash_attn_2_available()
         plan = setups(device, torch.cuda.device_count(), has_flash)
@@ -250,7 +250,7 @@ class GpuCheck(Study):
         return figures
 
     def findings(self, tables: Tables) -> list[Finding]:
-        """Setup by setup: do all checks pass; what did not run is not testable."""
+        """Setup by setup: do all checks pass; a setup that did not run is not testable."""
         texts = ("model", "method", "quantity", "reason")
         checks = tables["checks"].astype(dict.fromkeys(texts, object))
         checks = checks.fillna(dict.fromkeys(texts, ""))
@@ -261,7 +261,7 @@ class GpuCheck(Study):
 
 
 def _present(tables: Tables, *names: str) -> dict[str, pd.DataFrame]:
-    """Those of some tables that there are."""
+    """The existing ones among some tables."""
     return {name: tables[name] for name in names if name in tables}
 
 
@@ -305,7 +305,7 @@ def _setup_finding(setup: str, rows: pd.DataFrame) -> Finding:
 
 
 class Answers(NamedTuple):
-    """What a model gives for N prompts: logits of the next token, losses of the answers, greedy replies."""
+    """A model's outputs for N prompts: logits of the next token, losses of the answers, greedy replies."""
 
     logits: Tensor  # [N, V], float64
     losses: Tensor  # [N], float64, nats per token
@@ -313,7 +313,7 @@ class Answers(NamedTuple):
 
 
 class ModelCheck:
-    """One small model: what it gives on the CPU, and every setup against that."""
+    """One small model: its outputs on the CPU, and every setup against them."""
 
     def __init__(self, name: str, run: Run, examples: Sequence[Example]) -> None:
         self.name = name
@@ -367,7 +367,7 @@ class ModelCheck:
         for setup in plan:
             if setup.second and self.name != TINY:
                 continue
-            # Whatever goes wrong on a GPU is what this study is to find; not every family has every kernel.
+            # The study has to catch any GPU error; not every family has every kernel.
             try:
                 lm = self.model(setup)
             except Exception as error:  # noqa: BLE001
@@ -417,13 +417,13 @@ class ModelCheck:
         smallest = torch.finfo(getattr(torch, dtype)).eps
         tolerances = {}
         for quantity in ("logits", "losses"):
-            # Of all methods: the errors of a few prompts under one of them are too few to go by.
+            # Over all methods: a few prompts under one method give too few errors.
             largest = max(of_method[quantity] for of_method in errors.values())
             tolerances[quantity] = max(ROUNDING_FACTOR * largest, smallest)
         return tolerances
 
     def rounding_errors(self, dtype: Dtype) -> dict[str, dict[str, float]]:
-        """By method, the CPU's own differences in a type; without those that give no numbers in it."""
+        """By method, the CPU's own differences in a type; without methods that fail in that type."""
         lm = self.model(CPU_SETUP._replace(dtype=dtype))
         errors = {}
         for name, method in self.methods.items():
@@ -433,7 +433,7 @@ class ModelCheck:
         return errors
 
     def answers(self, lm: LM, method: Method) -> Answers:
-        """What a model gives for the examples under a method."""
+        """A model's outputs for the examples under a method."""
         texts = [example.prompt for example in self.examples]
         gold = [example.answers[0] for example in self.examples]
         prompts = [
@@ -452,8 +452,8 @@ def differences(answers: Answers, exact: Answers, dtype: Dtype) -> dict[str, flo
     """Compare answers with exact ones.
 
     Args:
-        answers: What a setup gives.
-        exact: What the CPU gives in float32.
+        answers: Outputs of a setup.
+        exact: Outputs of the CPU in float32.
         dtype: Weight type of the setup.
 
     Returns:
@@ -504,7 +504,7 @@ def _row(
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in a line."""
+    """The error, in a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:REASON_CHARACTERS]}"
 

@@ -1,4 +1,4 @@
-"""What the methods and the channel search cost, measured side by side on random weights."""
+"""Time of the methods and of the channel search, measured side by side on random weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posbench.model.load import torch_device
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import reference
-from posbench.stats.findings import SMALLEST_SHARE, Finding
+from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Tables
 from posbench.studies.cost.floors import floors
@@ -35,7 +35,8 @@ from posbench.studies.cost.timing import (
     with_environment,
 )
 
-ANSWER_TOKENS = 4  # whose loss the search measures
+LOSS_TOKENS = 4  # whose loss the search measures
+RATIO_TOLERANCE = 0.05  # relative, of a measured ratio of times to a paper's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Latency(TimingStudy):
         candidates: Of the search.
         methods: These only, with the unmodified model; empty for all that apply.
         claims_of: The paper whose ratios of times are judged.
-        floors: Whether to measure also what moice and attention_buckets cannot leave out of a prompt.
+        floors: Whether to measure also the least work of moice and attention_buckets for a prompt.
     """
 
     all_methods: ClassVar[bool] = True
@@ -171,7 +172,7 @@ class Latency(TimingStudy):
         return rows
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """A paper's ratios of times against those of this machine at the same length, on random weights."""
+        """A paper's ratios of times against this machine's at the same length, on random weights."""
         if self.claims_of is None:
             return []
         columns = ["way", "tokens"]
@@ -201,7 +202,7 @@ class Latency(TimingStudy):
         ]
         candidates = all_candidates[: self.candidates]
         ids = torch.randint(
-            5, lm.model.config.vocab_size, (self.search_tokens + ANSWER_TOKENS,)
+            5, lm.model.config.vocab_size, (self.search_tokens + LOSS_TOKENS,)
         ).tolist()
         pair = (ids[: self.search_tokens], ids[self.search_tokens :])
 
@@ -215,8 +216,8 @@ class Latency(TimingStudy):
             losses = []
             inputs, targets = lm.pad_with_answers([pair])
             for candidate in candidates:
-                with replace(candidate, last=ANSWER_TOKENS).applied(lm):
-                    output = lm.model(**inputs, logits_to_keep=ANSWER_TOKENS)
+                with replace(candidate, last=LOSS_TOKENS).applied(lm):
+                    output = lm.model(**inputs, logits_to_keep=LOSS_TOKENS)
                     losses.append(lm.answer_nats(output.logits, targets))
             found["separate"] = torch.cat(losses).double().cpu()
 
@@ -224,7 +225,7 @@ class Latency(TimingStudy):
             "one forward per candidate": separate_forwards,
             "one shared prefill": shared_prefill,
         }
-        tokens = f"{self.search_tokens} + {ANSWER_TOKENS} tokens"
+        tokens = f"{self.search_tokens} + {LOSS_TOKENS} tokens"
         work = f"{len(candidates)} candidates, {tokens}"
         half_as_often = replace(self, repeats=max(1, self.repeats // 2))
         rows = half_as_often.compared(work, ways, lm.device)
@@ -236,7 +237,7 @@ class Latency(TimingStudy):
 
 
 def _published_ratios(paper: str | None) -> pd.DataFrame:
-    """The ratios of times that the papers print, or one of them: method, tokens of the prompt, ratio, source."""
+    """The ratios of times that the papers print, or one paper: method, tokens of the prompt, ratio, source."""
     columns = ("method", "tokens", "ratio", "source")
     printed = reference.read_table("latency.csv", *columns)
     printed = printed.astype({"tokens": int})
@@ -244,22 +245,22 @@ def _published_ratios(paper: str | None) -> pd.DataFrame:
 
 
 def _ratio_claim(paper: Any) -> str:
-    """What a row of ``latency.csv`` says."""
+    """The claim of a row of ``latency.csv``."""
     return f"{paper.method} takes {paper.ratio} times as long as the unmodified model ({paper.source})"
 
 
 def _ratio_finding(row: Mapping[str, Any], paper: Any) -> Finding:
-    """Whether a method takes as many times as long as a paper says.
+    """Compare a measured slowdown with the paper's.
 
-    It does where its rounds lie within 5 % of the paper's ratio; it does not where all of them lie farther
+    They agree where all rounds lie within 5 % of the paper's ratio, and differ where all rounds lie farther
     away.
 
     Args:
         row: A row of the table ``generation``.
         paper: A row of ``latency.csv``.
     """
-    low = (1 - SMALLEST_SHARE) * float(paper.ratio)
-    high = (1 + SMALLEST_SHARE) * float(paper.ratio)
+    low = (1 - RATIO_TOLERANCE) * float(paper.ratio)
+    high = (1 + RATIO_TOLERANCE) * float(paper.ratio)
     number = (row["ratio"], row["ratio_min"], row["ratio_max"], row["n"])
     is_inside = low <= row["ratio_min"] and row["ratio_max"] <= high
     is_outside = row["ratio_max"] < low or row["ratio_min"] > high
@@ -307,7 +308,7 @@ class Reprojection(ScaleChannel):
             **kwargs: Its arguments, among them the cache.
 
         Returns:
-            Output [B, T, D] and what else the module returns.
+            Output [B, T, D] and the module's other outputs.
         """
         cache_name = "layer_past" if "layer_past" in kwargs else "past_key_values"
         cache = kwargs.pop(cache_name)

@@ -1,8 +1,8 @@
 """The least that forks of prompts cost: a loop written by hand for models of Llama's form.
 
 It has no padding, no hooks and no attention kernel of a library: each shared prefix is computed once, and all settings
-of scale_channel go on together from the keys and values of their prompt. Its numbers are those of posbench up to
-rounding; its time is what posbench is measured by.
+of scale_channel go on together from the keys and values of their prompt. Its numbers are posbench's up to
+rounding; its time is the measure for posbench's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_of_loop(model: PreTrainedModel) -> bool:
 
 
 class PackedLoop:
-    """B prompts under M settings of scale_channel, all of the same layers; rows stand prompt by prompt.
+    """B prompts under M settings of scale_channel, all of the same layers; rows are ordered by prompt.
 
     Args:
         model: A model of one of :data:`MODEL_TYPES`.
@@ -32,7 +32,7 @@ class PackedLoop:
         settings: The settings; factor 1 is the unmodified model.
 
     Attributes:
-        tokens: Number of tokens that the loop computes, the first forward behind the prefill among them.
+        tokens: Number of tokens that the loop computes, including the first forward after the prefill.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PackedLoop:
 
     @inference_mode
     def replies(self, new_tokens: int) -> Tensor:
-        """Greedy replies of so many tokens, [B * M, new_tokens]."""
+        """Greedy replies of ``new_tokens`` tokens, [B * M, new_tokens]."""
         last = torch.tensor([p[-1:] for p in self._prompts], device=self._model.device)
         tokens = last.repeat_interleave(len(self._factors), 0)
         replies = []
@@ -92,7 +92,7 @@ class PackedLoop:
 
     @inference_mode
     def _prefill(self) -> None:
-        """Compute every shared prefix once, and lay out what the forks read of each prompt."""
+        """Compute every shared prefix once, and lay out each prompt's keys and values for the forks."""
         prompts = [prompt[:-1] for prompt in self._prompts]
         trie = build_prefix_trie(prompts)
         self.tokens = trie.size + len(prompts) * len(self._factors)
@@ -152,7 +152,7 @@ class PackedLoop:
         return states.unflatten(-1, (-1, self._head_size)).transpose(0, 1)
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B * M, t, V] of tokens [B * M, t] behind what was computed before."""
+        """Logits [B * M, t, V] of tokens [B * M, t] that follow the computed ones."""
         rows, num_tokens = tokens.shape
         prompts, settings = len(self._prompts), len(self._factors)
         before = 0 if self._own[0] is None else self._own[0][0].shape[1]

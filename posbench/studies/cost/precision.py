@@ -1,4 +1,4 @@
-"""How much of a method's result is rounding: error by weight type, and drift with the batch size."""
+"""The share of rounding in a method's result: error by weight type, and drift with the batch size."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Precision(Study):
         return {"errors": with_environment(errors), "drifts": with_environment(drifts)}
 
     def _prompts(self, run: Run) -> list[list[int]]:
-        """Token ids of evaluation prompts, spread over all of them, of several lengths."""
+        """Token ids of evaluation prompts, spread over the whole set, of several lengths."""
         step = max(1, len(run.evaluation) // self.prompts)
         chosen = run.evaluation[::step][: self.prompts]
         prompts = [encoded.ids for encoded in run.prompts.encode(chosen).values()]

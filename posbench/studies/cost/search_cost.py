@@ -1,4 +1,4 @@
-"""What each operation of one generation of the genetic search costs."""
+"""Cost of each operation in one generation of the genetic search."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ OPERATIONS = {  # the paper's names, and ours
     "Mutation": "mutation",
     "Crossover": "crossover",
 }
-DOMINANT_SHARE = 0.9  # of the time: what "dominates" is held against
+DOMINANT_SHARE = 0.9  # of the time: the threshold for "dominates"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchCost(TimingStudy):
     """Seconds of each operation in one generation of the genetic search (LPES, Table 10).
 
-    A generation is that of the defaults of ``search=genetic``: 16 mutations and 4 crossovers, and as many
-    candidates answer all calibration questions three times. Nothing is given up early, as in the paper.
+    A generation has the defaults of ``search=genetic``: 16 mutations and 4 crossovers; the same number of
+    candidates answers all calibration questions three times. Nothing is given up early, as in the paper.
     """
 
     needs_model: ClassVar[bool] = True

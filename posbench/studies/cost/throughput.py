@@ -34,17 +34,17 @@ from posbench.studies.cost.timing import (
 from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
-CHOICES = 4
-POSITIONS = 5
+NUM_CHOICES = 4
+NUM_POSITIONS = 5
 TINY_TOKENS = 200
-"""Tokens of a prompt in the shapes of the paper for the embedded model, which was trained on prompts of such length."""
+"""Tokens of the embedded model's prompts in the paper's shapes; it was trained on prompts of this length."""
 SAMPLE_PAIRS = 64  # of which the tokens of a pair are estimated
 Work = Literal["Table 1", "Figure 6"]
 FACTORS: Mapping[Work, tuple[float, ...]] = {
     "Table 1": (0.0,),
     "Figure 6": (2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0),
 }
-"""Factors of scale_channel beside the unmodified model, each at five gold positions: Yu et al. 2025."""
+"""Factors of scale_channel besides the unmodified model, each at five gold positions: Yu et al. 2025."""
 ALONE = "one prompt at a time"
 STOCK = "transformers, in batches by method"
 BATCHED = "in batches"
@@ -52,7 +52,7 @@ SHARED = "in batches, prefills shared"
 LIMIT = "loop by hand"
 SEARCH_FACTORS = (0.5, 0.0, -0.5, -1.0)
 LOSS_DIGITS = 3
-"""Digits behind the point to which losses are compared."""
+"""Decimal places to which losses are compared."""
 Outputs = list[str]
 
 
@@ -73,7 +73,7 @@ class Throughput(TimingStudy):
         pairs: Pairs per prompt of key-value retrieval: short and long prompts.
         examples: Number of these prompts.
         new_tokens: Generated tokens.
-        tokens: Of a prompt in the shapes of the paper, about; of the embedded model's at most :data:`TINY_TOKENS`.
+        tokens: Tokens of a prompt in the paper's shapes, roughly; at most :data:`TINY_TOKENS` for the embedded model.
         questions: Number of questions in these.
         works: The shapes of the paper to measure.
         candidates: Settings of scale_channel that the channel search compares; None: the search is not measured.
@@ -103,10 +103,10 @@ class Throughput(TimingStudy):
         """Time the evaluate stage and the loop.
 
         Returns:
-            Table ``throughput``: rows of :meth:`TimingStudy.compared`; seconds over those of the work's limit
+            Table ``throughput``: rows of :meth:`TimingStudy.compared`; seconds divided by those at the work's limit
             (``over_limit``); the prompt tokens that a way was asked for (``tokens_asked``) and computed
-            (``tokens_computed``); of batches also ``operations``, as a run's estimate counts them, and those of a
-            second in units of 1e9, ``gflops``.
+            (``tokens_computed``); for batches also ``operations``, as a run's estimate counts them, and operations
+            per second in units of 1e9, ``gflops``.
         """
         torch.manual_seed(0)
         tiny = load("tiny", device=run.runtime.device)
@@ -147,7 +147,7 @@ class Throughput(TimingStudy):
         chosen = [
             replace(
                 example,
-                choices=tuple(values[(i + k) % count] for k in range(CHOICES)),
+                choices=tuple(values[(i + k) % count] for k in range(NUM_CHOICES)),
             )
             for i, example in enumerate(generated)
         ]
@@ -155,11 +155,11 @@ class Throughput(TimingStudy):
         work = f"generate {self.new_tokens}"
         return [
             *self.time_ways(run, lm, generated, methods, work),
-            *self.time_ways(run, lm, chosen, methods, f"{CHOICES} choices"),
+            *self.time_ways(run, lm, chosen, methods, f"{NUM_CHOICES} choices"),
         ]
 
     def time_paper_work(self, run: Run, lm: LM, work: Work, tokens: int) -> list[Row]:
-        """Rows of the work of a table or figure of Yu et al. 2025, in prompts of about so many tokens."""
+        """Rows of the work of a table or figure of Yu et al. 2025, in prompts of about ``tokens`` tokens."""
         scale_channel = ScaleChannel.example(lm)
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         for factor in FACTORS[work]:
@@ -169,7 +169,7 @@ class Throughput(TimingStudy):
             examples += moved_gold(lm, tokens, question)
         num_factors = len(methods) - 1
         factors = "1 factor" if num_factors == 1 else f"{num_factors} factors"
-        name = f"{work}: unmodified and {factors}, {POSITIONS} positions"
+        name = f"{work}: unmodified and {factors}, {NUM_POSITIONS} positions"
         return self.time_ways(run, lm, examples, methods, name)
 
     def time_search(self, lm: LM, count: int) -> list[Row]:
@@ -219,7 +219,7 @@ class Throughput(TimingStudy):
         Args:
             run: The run of the study; another task and runtime replace its own.
             lm: The model.
-            examples: What to reply to.
+            examples: Examples to reply to.
             methods: Methods by name, each of which replies to all examples.
             work: End of the work's name.
 
@@ -277,26 +277,26 @@ class Throughput(TimingStudy):
 
 
 def _with_limit(rows: list[Row], limit: str) -> list[Row]:
-    """Rows with the seconds of each way over those of one of them, ``over_limit``."""
+    """Rows with the seconds of each way divided by the limit's, ``over_limit``."""
     seconds = next(row["seconds"] for row in rows if row["way"] == limit)
     return [{**row, "over_limit": row["seconds"] / seconds} for row in rows]
 
 
 def moved_gold(lm: LM, tokens: int, question: int) -> list[Example]:
-    """A question with its gold pair at each of five positions, in prompts of about so many tokens."""
+    """A question with its gold pair at each of five positions, in prompts of about ``tokens`` tokens."""
     rng = random.Random(f"posbench throughput {question}")
     words = [first + second for first in WORDS for second in WORDS]
     rng.shuffle(words)
     pairs = list(zip(words[::2], words[1::2], strict=True))
     sample, _ = compact_prompt(pairs[:SAMPLE_PAIRS], words[0])
     sample_tokens = len(lm.encode(sample).ids)
-    num_pairs = max(POSITIONS, round(SAMPLE_PAIRS * tokens / sample_tokens))
+    num_pairs = max(NUM_POSITIONS, round(SAMPLE_PAIRS * tokens / sample_tokens))
     gold = pairs[0]
     distractors = pairs[1:num_pairs]
     key, value = gold
     examples = []
-    for i in range(POSITIONS):
-        position = i * (num_pairs - 1) // (POSITIONS - 1)
+    for i in range(NUM_POSITIONS):
+        position = i * (num_pairs - 1) // (NUM_POSITIONS - 1)
         items = [*distractors[:position], gold, *distractors[position:]]
         prompt, spans = compact_prompt(items, key)
         examples.append(

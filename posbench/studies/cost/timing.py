@@ -1,4 +1,4 @@
-"""What studies of cost share: times of several ways side by side, methods that apply, random models."""
+"""Common parts of studies of cost: times of several ways side by side, methods that apply, random models."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TimingStudy(Study):
         same: bool = True,
         advance: Callable[[int], None] = lambda n: None,
     ) -> list[Row]:
-        """Time several ways of doing a work in turn, A B C A B C ..., so that drift affects all of them.
+        """Time several ways of doing a work in turn, A B C A B C ..., so that drift affects all ways.
 
         A first round warms up.
 

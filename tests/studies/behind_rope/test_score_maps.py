@@ -63,7 +63,7 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
         module._forward_hooks or module._forward_pre_hooks
         for module in lm.model.modules()
     )
-    assert set(panels) == set(gram.PANELS)
+    assert set(panels) == set(gram.PANEL_TITLES)
     lower = np.tril_indices(9)
     block = lm.model.model.layers[0]
     second = lm.model.model.layers[1]

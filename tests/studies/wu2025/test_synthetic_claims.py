@@ -15,7 +15,7 @@ from posbench.files.markdown import markdown
 from posbench.stats.bootstrap import Z95
 from wu2025.synthetic_claims import findings, thresholds
 from wu2025.synthetic_results import (
-    FILES,
+    CELL_FILES,
     _misses,
     _networks,
     _omega_counts,
@@ -23,7 +23,7 @@ from wu2025.synthetic_results import (
     _verdicts,
 )
 from wu2025.synthetic_tables import (
-    CELL,
+    CELL_COLUMNS,
     PAIR_NAMES,
     SETTINGS,
     _difference_half_width,
@@ -396,12 +396,12 @@ def test_the_committed_page_counts_every_cell_once() -> None:
     gaps = pd.read_csv(
         paths.EXPERIMENTS / "wu2025/results/gaps.csv", keep_default_na=False
     )
-    cells = compare_cells(gaps, FILES)
+    cells = compare_cells(gaps, CELL_FILES)
     assert cells["counted"].sum() > 219
-    counted = cells[cells["counted"]].groupby(["figure", *CELL, "omega"])
+    counted = cells[cells["counted"]].groupby(["figure", *CELL_COLUMNS, "omega"])
     assert counted.size().eq(1).all()
     assert (cells.loc[cells["verdict"] == "agrees", "seeds"] >= 3).all()
-    printed = pd.concat([read_printed_cells(file) for file in FILES])
+    printed = pd.concat([read_printed_cells(file) for file in CELL_FILES])
     vocabularies = printed["vocabulary"].value_counts()
     told = _verdicts(cells, vocabularies)
     numbers = told.drop(columns=["verdict", "meaning"]).sum()
