@@ -304,7 +304,9 @@ NOISE_ITSELF = {
 FOLDER_HASH = re.compile(r"__[0-9a-f]{8}\b")
 HASH = re.compile(r"(?<![.\w])(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{8,64}\b")
 PORT = re.compile(r"127\.0\.0\.1[:_]\d+")
-MODULE = re.compile(r"\b(?:posbench|experiments)(?:\.\w+)+\.(?=[A-Z])")
+MODULE = re.compile(
+    r"\b(?:posbench|yu2025|lpes|wu2025|behind_rope)(?:\.\w+)+\.(?=[A-Z])"
+)
 DURATION = re.compile(r"\b\d[\d.,]* ?(?:ms|s|seconds?|min|minutes?|h)\b")
 DECIMAL = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?|-?\d+e[+-]?\d+")
 
