@@ -248,7 +248,7 @@ class ServerSpeed:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """Lengths of texts in characters, and the seconds until one of that length was read, the shortest first."""
+        """Characters, and seconds to read them without a reply: medians over texts of similar length, shortest first."""
         token_seconds = self.token_seconds
         points = []
         rest = sorted(self.timings)

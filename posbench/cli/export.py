@@ -340,10 +340,10 @@ def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
 def _method_to_write(
     form: base.Format, run: Run, requested: Method, exact: bool
 ) -> Method:
-    """The method, or its twin for all tokens where the format can hold only that.
+    """The method; or its variant that acts on all tokens (its twin), where the format folds only that into weights.
 
     Raises:
-        UserError: ``exact`` forbids the twin.
+        UserError: ``exact`` forbids the variant, which the format could hold.
     """
     if not form.folds or requested.folded(run.lm) is not None:
         return requested

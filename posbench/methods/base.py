@@ -144,11 +144,11 @@ class Method(ABC):
         return type(self).rewrite is not Method.rewrite
 
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
-        """Return the prompt to ask instead of a task's prompt: items in another order, or with other texts.
+        """Return the prompt to ask instead of a task's prompt; unchanged by default.
 
         It is called before the prompt is encoded, outside the block of :meth:`applied`, and never learns which item is
-        gold. The items of the result are listed in the order of the items of ``prompt``: tables keep the task's gold
-        position.
+        gold. ``items[i]`` of the result is item i of ``prompt``, wherever its text now stands: tables keep the task's
+        gold position.
 
         Args:
             lm: The model, which may be asked about the prompt, or the tokenizer of a served one.

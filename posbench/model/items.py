@@ -174,7 +174,7 @@ def reading_items(lm: Any) -> Iterator[BatchItems]:
             for row, row_mask in zip(ids.tolist(), mask.bool().tolist(), strict=True)
         ]
 
-    # The decoder sees each row of a method that runs a prompt as several.
+    # The base model is hooked: the decoder below it sees several rows where a method runs a prompt as several.
     handle = lm.model.base_model.register_forward_pre_hook(read, with_kwargs=True)
     try:
         yield batch

@@ -348,7 +348,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _find_experiment(name: str, folders: Sequence[Path]) -> Path:
-    """The file of an experiment in the ``experiment/`` folders of config folders."""
+    """Return an experiment's file, from the first config folder whose ``experiment/`` has it; UserError if none has."""
     file = paths.find_choice("experiment", name, folders)
     if file:
         return file

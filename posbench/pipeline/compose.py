@@ -581,7 +581,7 @@ def _fill_node(
     blocks: Mapping[str, Mapping[str, Any]],
     fixed: Collection[str],
 ) -> None:
-    """Lay a node over the model's block of its name, and that over its class's defaults; so inside it.
+    """Complete a node and those inside: keys in ``fixed`` win, then the model's block, the node, the class's defaults.
 
     Args:
         node: The node; changed.

@@ -104,15 +104,15 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
         [model_name],
         config=read_text(folder / "config.yaml"),
         prompts=read_json(folder / "prompts.json"),
-        provenance=_describe_end(status) | provenance,
+        provenance=_describe_course(status) | provenance,
         status=status,
         failures=wrong_answers,
         formats=formats,
     )
 
 
-def _describe_end(status: Mapping[str, Any]) -> dict[str, str]:
-    """The cost of a run, where it stopped at its budget, and whether its scores are from its version's code."""
+def _describe_course(status: Mapping[str, Any]) -> dict[str, str]:
+    """What a run cost, what ended it early, and whether its scores were changed by rescore: texts by label."""
     stop = describe_stop(status)
     described = describe_costs(status)
     if stop:
@@ -206,13 +206,13 @@ def describe_measurements(folder: Path) -> str:
 
 
 def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
-    """One text per measured way: its time next to its baseline's.
+    """One text for each variant: its time over that of its baseline.
 
     Args:
         table: A table of a study; without the columns of measured times there is no
             text.
-        column: The column of the quotient, over rounds; its `_min` and `_max` are columns, too.
-        phrase: How the quotient reads, with a place for the number.
+        column: Ratio of a variant's time to its baseline's, over rounds; `_min` and `_max` of it are columns, too.
+        phrase: Format of a sentence about the ratio, such as "takes {} times as long as".
     """
     needed = {"work", "way", "base", f"{column}_min", f"{column}_max"}
     if not needed <= set(table):

@@ -85,7 +85,7 @@ class MethodUnderTest:
         return replace(composed, parts={**composed.parts, self.target.name: method})
 
     def methods(self) -> dict[str, Method]:
-        """Return the methods that are compared by their names in tables, the unmodified model first."""
+        """Map names in tables to the compared methods, the unmodified model first; a served model is one entry."""
         method = self.build()
         if self.served:
             return {SERVED: method}

@@ -376,10 +376,10 @@ class Evolution:
         return self._scales[genome]
 
     def breed(self) -> list[list[Genome]]:
-        """Families of candidates, of each of which the fittest joins the next population.
+        """Groups of candidates; the fittest of each group joins the next population.
 
-        The first generation has the initial genome and its mutants; a later one children of crossovers, a
-        family each, then mutants.
+        The first generation has one group each for the initial genome and its mutants. Later ones have one group for
+        each crossover, its children, then one for each mutant.
         """
         search = self.search
         if not self.history:

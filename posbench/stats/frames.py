@@ -104,6 +104,7 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
     depth = attention["gold_position"] / np.maximum(last_item, 1)
     is_gold = attention["item"] == attention["gold_position"]
     rows = attention.assign(depth=depth)[is_gold]
+    # Refuses a table without such rows.
     need_columns(rows, "attention (rows with item = gold_position)", "attention")
     return rows
 

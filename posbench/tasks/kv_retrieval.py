@@ -161,23 +161,25 @@ class KVRetrieval(GoldPositionTask):
     def has_answer(self, example: Example, text: str) -> bool:
         """Whether the reply begins with a value of the prompt, or with an invented or miscopied UUID.
 
-        A value further behind may be one that a model lists on its way to the answer.
+        A value later in the reply may be one that the model lists on its way to the answer, as does a model whose reply
+        begins with a key of the prompt.
         """
         if self.prompt == "compact":
             return True  # the prompt ends where the value begins
         if super().has_answer(example, text):
             return True
         reply = text.lower().lstrip(BEFORE_VALUE)
-        values: dict[str, str] = {}
+        value_of_key: dict[str, str] = {}
         for start, end in example.items:
             key, _, value = (
                 example.prompt[start + 1 : end - 1].lower().partition('": "')
             )
-            values[key] = value
-        if any(value and reply.startswith(value) for value in values.values()):
+            value_of_key[key] = value
+        values = value_of_key.values()
+        if any(value and reply.startswith(value) for value in values):
             return True
         invented = UUID_LIKE.match(reply)
-        return invented is not None and invented[0] not in values
+        return invented is not None and invented[0] not in value_of_key
 
     def held_back(self, count: int) -> list[Example]:
         """See :meth:`Task.held_back`: from another stream, or the next prompts of the file."""
@@ -208,7 +210,7 @@ class KVRetrieval(GoldPositionTask):
 
         Args:
             name: Id of the example.
-            stream: Name of the stream of random draws, which with the task's seed fixes keys and values.
+            stream: Examples of one stream and seed have the same pairs, at whatever gold position.
             pairs: Pairs in the prompt.
             position: Index of the gold pair.
         """
@@ -219,7 +221,8 @@ class KVRetrieval(GoldPositionTask):
         else:
             keys = [_draw_uuid(rng) for _ in range(pairs)]
             values = [_draw_uuid(rng) for _ in range(pairs)]
-        return self._example(name, list(zip(keys, values, strict=True)), position, name)
+        pairs_drawn = list(zip(keys, values, strict=True))
+        return self._example(name, pairs_drawn, position, cluster=name)
 
     def _from_file(self) -> Iterator[Example]:
         """The questions of a file of the benchmark, each at every gold position."""
@@ -242,7 +245,7 @@ class KVRetrieval(GoldPositionTask):
     def _example(
         self, name: str, pairs: list[Pair], position: int, cluster: str
     ) -> Example:
-        """The example that asks for the pair at ``position``."""
+        """The example that asks for the pair at ``position``; ``cluster`` names its question."""
         key, value = pairs[position]
         prompt, spans = PROMPTS[self.prompt](pairs, key)
         return Example(

@@ -100,7 +100,7 @@ class Precision(Study):
 
 
 def _load(run: Run, dtype: Dtype) -> LM:
-    """The run's model with another weight type."""
+    """Load the run's model once more, with weights of another type."""
     runtime = run.runtime
     return load(
         replace(run.model, dtype=dtype),
