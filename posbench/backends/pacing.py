@@ -248,7 +248,7 @@ class ServerSpeed:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """Characters, and seconds to read them without a reply: medians over texts of similar length, shortest first."""
+        """Characters, and seconds to read them without a reply: medians over texts of similar length, in order."""
         token_seconds = self.token_seconds
         points = []
         rest = sorted(self.timings)

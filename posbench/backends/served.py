@@ -725,6 +725,10 @@ class Endpoint(Backend):
         prompt: Prompt,
         max_tokens: int | None = None,
     ) -> Reply:
+        """The reply in a server's answer, without its thinking, which the prompt may have opened or the server hide.
+
+        A reply of ``max_tokens`` tokens counts as cut.
+        """
         thinking = self.profile.thinking
         if isinstance(prompt, str):
             opened = opens_thinking(prompt)

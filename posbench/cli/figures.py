@@ -277,7 +277,9 @@ def _num_cores() -> int:
 
 
 def _select(args: Sequence[str], console: Console) -> list[Experiment]:
-    """The experiments that arguments name or leave, inspected.
+    """The experiments that the arguments name, or all that can run here; each with how much of it is finished.
+
+    Prints which are left out, and why.
 
     Raises:
         UserError: An argument is wrong, or leaves no experiment.

@@ -247,7 +247,17 @@ def _assemble(
     typed: Sequence[str],
     folders: Sequence[Path],
 ) -> Config:
-    """The config of these parts, with its stages; missing parts, whose faults are collected, are None."""
+    """Build the config from its parts and stages, and try its method once.
+
+    Args:
+        data: The composed config.
+        parts: The parts by name; None where the caller has recorded a fault.
+        typed: Keys that the user set.
+        folders: Config folders.
+
+    Raises:
+        UserError: The method lacks constants; the hint names a run that found them.
+    """
     stages, target = _resolve_stages(data, parts, typed)
     config = Config(
         model=parts["model"],

@@ -34,12 +34,12 @@ Runs = Sequence[tuple[Mapping[str, str], Path]]
 
 
 def judge_contrasts(runs: Runs, varied: Collection[str]) -> pd.DataFrame:
-    """Judge the contrasts of an experiment, model by model.
+    """Judge the contrasts that an experiment declares (see :class:`Contrast`), for each model.
 
     Args:
-        runs: The runs of its sweep.
-        varied: Keys whose values differ between its jobs. A contrast names a value of one such key, or of the
-            experiment's grid where it has one.
+        runs: The runs of its sweep, which all declare the same contrasts.
+        varied: Keys whose values differ between its jobs. A contrast compares two values of such a key, or of a key of
+            the experiment's grid where it has one.
 
     Returns:
         Rows of findings.csv; none for runs without contrasts, or without all settings of a contrast.

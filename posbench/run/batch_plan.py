@@ -342,7 +342,16 @@ class BatchPlan(Plan):
         examples: Sequence[Example],
         max_tokens: int | None,
     ) -> list[Sequence[Subject]]:
-        """The methods that decode examples together, in packs whose longest prompt fits into a batch."""
+        """Divide the methods that can decode together into the fewest packs that fit a batch on the longest prompt.
+
+        Args:
+            members: Methods that continue from one prefill.
+            examples: The prompts.
+            max_tokens: Tokens of a batch; None: no limit.
+
+        Returns:
+            The packs; methods in none, such as all where the list is empty, are decoded alone.
+        """
         if not self._packs_methods or not examples:
             return []
         packable = [s for s in members if continuation_of(s.method) is not None]
