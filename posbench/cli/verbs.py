@@ -174,11 +174,13 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
 
 
 def _all_choices() -> list[list[str]]:
-    """Overrides for every choice of every group and every experiment."""
+    """Overrides for every choice of every group and every experiment; without choices that need a value of the user."""
     commands = []
     for group in paths.GROUPS:
         for name in choices(*paths.group_folders(group)):
-            if (group, name) != ("task", "own_data"):  # which needs a file
+            file = paths.find_choice(group, name)
+            leaves_open = file is not None and "???" in file.read_text()
+            if not leaves_open and (group, name) != ("task", "own_data"):
                 choice = f"{group}={name}"
                 commands.append([choice, *_required_overrides(group, name)])
     experiments = choices(*paths.group_folders("experiment"))

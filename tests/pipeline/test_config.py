@@ -69,7 +69,11 @@ def test_every_method_composes_and_checks() -> None:
 
 
 def test_every_model_composes_and_checks() -> None:
-    names = choices(paths.CONF / "model")
+    folder = paths.CONF / "model"
+    # One that leaves a value to the user (???) is no model by itself.
+    names = [
+        n for n in choices(folder) if "???" not in (folder / f"{n}.yaml").read_text()
+    ]
     found = _all(
         "-m",
         f"model={','.join(names)}",
