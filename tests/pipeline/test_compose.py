@@ -562,4 +562,4 @@ def test_no_items_is_a_fault_of_the_number_and_not_of_the_positions(
     posbench: Callable[..., Result],
 ) -> None:
     for given in (["task.pairs=0"], ["task.pairs=0", "task.positions=[0,1]"]):
-        assert_refused(posbench(*given).err, "task.pairs", "0", hint="task.pairs=2")
+        assert_refused(posbench(*given).err, "task.pairs", 0, hint="task.pairs=2")
