@@ -306,5 +306,5 @@ class ServerSpeed:
             reply_tokens: Tokens of the reply to each.
             concurrency: Concurrent requests.
         """
-        each = self.seconds_of_request(characters, reply_tokens)
-        return each * count / self.at_once(concurrency)
+        seconds_each = self.seconds_of_request(characters, reply_tokens)
+        return seconds_each * count / self.at_once(concurrency)

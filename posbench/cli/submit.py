@@ -177,13 +177,13 @@ def _entry(
         return replace(
             earlier[-1], overrides=composed.overrides, multirun=composed.multirun
         )
-    own = paths.own_folder(composed.folders)
+    own_folder = paths.own_folder(composed.folders)
     return Submission(
         id="",
         kind=config.runtime.cluster.kind if config.runtime.cluster else "",
         overrides=composed.overrides,
         multirun=composed.multirun,
-        own=str(own) if own else None,
+        own=str(own_folder) if own_folder else None,
     )
 
 

@@ -146,8 +146,8 @@ def race(
     def compute(batch: Sequence[Heat]) -> list[Row]:
         began = time.monotonic()
         with contestants[batch[0].method].applied(lm):
-            asked = [pairs[heat.example.id] for heat in batch]
-            losses = lm.answer_token_loss(asked, batch_size=len(batch))
+            batch_pairs = [pairs[heat.example.id] for heat in batch]
+            losses = lm.answer_token_loss(batch_pairs, batch_size=len(batch))
         seconds = (time.monotonic() - began) / len(batch)
         return [
             {"round": heat.round, "loss": loss, "seconds": seconds}
@@ -161,7 +161,7 @@ def race(
             COMPUTATION: short_hash(repr(contestants[heat.method])),
         }
 
-    made = rows.complete(
+    race_rows = rows.complete(
         RACE_FILE,
         "remedies",
         batches,
@@ -170,17 +170,17 @@ def race(
         proof=proof,
         schedule=Heats(rows.out, list(contestants), is_over),
     )
-    return sorted((_remedy(name, made, examples) for name in methods), key=_rank)
+    return sorted((_remedy(name, race_rows, examples) for name in methods), key=_rank)
 
 
 def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Remedy:
     """The gain of a method on the prompts that it read, and its time divided by the unmodified model's."""
     unmodified = {row["id"]: row for row in rows if row["method"] == UNMODIFIED}
-    own = {row["id"]: row for row in rows if row["method"] == name}
-    both = [e for e in examples if e.id in own and e.id in unmodified]
-    falls = [unmodified[e.id]["loss"] - own[e.id]["loss"] for e in both]
+    under_method = {row["id"]: row for row in rows if row["method"] == name}
+    both = [e for e in examples if e.id in under_method and e.id in unmodified]
+    falls = [unmodified[e.id]["loss"] - under_method[e.id]["loss"] for e in both]
     gain = difference(np.array(falls), [e.question_id for e in both])
-    ratios = [own[e.id]["seconds"] / unmodified[e.id]["seconds"] for e in both]
+    ratios = [under_method[e.id]["seconds"] / unmodified[e.id]["seconds"] for e in both]
     return Remedy(name, gain, round(median(ratios), 2))
 
 

@@ -461,8 +461,8 @@ def default_dtype(
     """
     if device.type == "cpu" or config.path.startswith(paths.EMBEDDED):
         return "float32"
-    own = str(facts.get_text_config().dtype).removeprefix("torch.")
-    return "float16" if own == "float16" else "bfloat16"
+    published = str(facts.get_text_config().dtype).removeprefix("torch.")
+    return "float16" if published == "float16" else "bfloat16"
 
 
 def _dtype(config: ModelConfig, facts: PreTrainedConfig, device: torch.device) -> Dtype:

@@ -97,8 +97,8 @@ class ComposedConfig:
     def arguments(self) -> list[str]:
         """Arguments after a verb that select this config alone."""
         experiment = [f"experiment={self.experiment}"] if self.experiment else []
-        own = paths.own_folder(self.folders)
-        flag = [f"--config-dir={own}"] if own else []
+        own_folder = paths.own_folder(self.folders)
+        flag = [f"--config-dir={own_folder}"] if own_folder else []
         return [*experiment, *self.overrides, *flag]
 
 
@@ -126,17 +126,17 @@ def compose(args: Sequence[str]) -> Jobs:
     Raises:
         UserError: An argument or a YAML file is wrong.
     """
-    asked = _Asked.of(args)
-    with _hydra_errors_translated(asked), hydra_cleared():
+    arguments = _Arguments.of(args)
+    with _hydra_errors_translated(arguments), hydra_cleared():
         try:
-            configs = compose_jobs(asked.request)
+            configs = compose_jobs(arguments.request)
         except (OSError, RecursionError) as error:
             # OmegaConf raises OSError for a file that holds a number, and calls itself for each level.
             if isinstance(error, HydraException) or is_machine_fault(error):
                 raise
-            typed = shortened(" ".join(asked.overrides))
+            typed = shortened(" ".join(arguments.overrides))
             allowed = "mappings in every file, none of them nested deeply"
-            folder = paths.own_folder(asked.folders) or paths.CONF
+            folder = paths.own_folder(arguments.folders) or paths.CONF
             hint = f"look at the overrides and the files in {folder} ({error})"
             raise UserError("config", typed, allowed, hint) from error
         composed = list[ComposedConfig]()
@@ -144,12 +144,12 @@ def compose(args: Sequence[str]) -> Jobs:
         for config in configs:
             HydraConfig.instance().cfg = config
             try:
-                composed.append(_compose_job(config, config.hydra, asked))
+                composed.append(_compose_job(config, config.hydra, arguments))
             except UserError as error:
                 if config.hydra.mode != RunMode.MULTIRUN:
                     raise
-                refused[config.hydra.job.num] = _refusal(config.hydra, asked, error)
-        return Jobs(composed, refused, runs_by_hydra(asked.request, configs))
+                refused[config.hydra.job.num] = _refusal(config.hydra, arguments, error)
+        return Jobs(composed, refused, runs_by_hydra(arguments.request, configs))
 
 
 def launch(
@@ -165,7 +165,7 @@ def launch(
     Returns:
         The records of the jobs, in order. A job whose process died has a record of that.
     """
-    asked = _Asked.of(args)
+    arguments = _Arguments.of(args)
     if not jobs.composed:
         return list(jobs.refused.values())
     first = jobs.composed[0]
@@ -175,15 +175,15 @@ def launch(
         def run_job(config: DictConfig) -> None:
             job = HydraConfig.get()
             try:
-                record = run(_compose_job(config, job, asked))
+                record = run(_compose_job(config, job, arguments))
             except UserError as error:
                 # Hydra would print a line of its own about an exception, and a sweep goes on.
-                record = _refusal(job, asked, error)
+                record = _refusal(job, arguments, error)
             write_record(folder, _number(job), record)
 
         try:
-            with _hydra_errors_translated(asked):
-                call_hydra(asked.request, run_job, folder)
+            with _hydra_errors_translated(arguments):
+                call_hydra(arguments.request, run_job, folder)
         except Exception as error:
             if isinstance(error, UserError) or not first.multirun:
                 raise
@@ -221,7 +221,7 @@ def compose_record(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Arguments:
     """Arguments, read.
 
     Attributes:
@@ -235,7 +235,7 @@ class _Asked:
     request: Request
 
     @classmethod
-    def of(cls, args: Sequence[str]) -> _Asked:
+    def of(cls, args: Sequence[str]) -> _Arguments:
         """Read arguments."""
         flags = read_flags(args)
         folders = paths.config_folders(flags.config_dir)
@@ -244,13 +244,13 @@ class _Asked:
 
 
 @contextmanager
-def _hydra_errors_translated(asked: _Asked) -> Iterator[None]:
+def _hydra_errors_translated(arguments: _Arguments) -> Iterator[None]:
     """Translate Hydra's errors into ours, one line each."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        folder = paths.own_folder(asked.folders) or paths.CONF
-        raise _translate(error, asked.overrides, folder) from error
+        folder = paths.own_folder(arguments.folders) or paths.CONF
+        raise _translate(error, arguments.overrides, folder) from error
 
 
 def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
@@ -275,20 +275,20 @@ def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> User
 # Filling in
 
 
-def _compose_job(config: DictConfig, job: Any, asked: _Asked) -> ComposedConfig:
+def _compose_job(config: DictConfig, job: Any, arguments: _Arguments) -> ComposedConfig:
     """A job as Hydra composed it, filled in.
 
     Args:
         config: Its config.
         job: Hydra's description of the job.
-        asked: The arguments.
+        arguments: The arguments.
     """
     return _fill(
         config,
         dict(job.runtime.choices),
         _overrides(job),
-        asked.request,
-        asked.folders,
+        arguments.request,
+        arguments.folders,
         _number(job),
         job.mode == RunMode.MULTIRUN,
     )
@@ -306,9 +306,9 @@ def _number(job: Any) -> int:
     return int(number or 0)
 
 
-def _refusal(job: Any, asked: _Asked, error: UserError) -> Record:
+def _refusal(job: Any, arguments: _Arguments, error: UserError) -> Record:
     """The record of a job that is wrong."""
-    overrides = spelled(asked.request, _overrides(job))
+    overrides = spelled(arguments.request, _overrides(job))
     record = new_record(overrides, job.mode == RunMode.MULTIRUN)
     return {**record, "status": error.status, "error": str(error)}
 
@@ -382,8 +382,8 @@ def _keys_of_own_choice(
     group: str, name: str | None, folders: Sequence[Path]
 ) -> set[str]:
     """Dotted keys that the user's own file of a choice sets; blocks of a model leave them alone."""
-    own = paths.own_folder(folders)
-    file = own / group / f"{name}.yaml" if own else None
+    own_folder = paths.own_folder(folders)
+    file = own_folder / group / f"{name}.yaml" if own_folder else None
     if file is None or not file.is_file():
         return set()
     return set(leaf_keys(read_yaml(file, hint=CORRECT_FILE), group))
