@@ -143,6 +143,11 @@ class Method(ABC):
         """Whether :meth:`rewrite` changes prompts."""
         return type(self).rewrite is not Method.rewrite
 
+    @property
+    def rewrites_by_text(self) -> bool:
+        """Whether :meth:`rewrite` needs the prompt alone, and no weights of a model."""
+        return not self.rewrites
+
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
         """Return the prompt to ask instead of a task's prompt; unchanged by default.
 

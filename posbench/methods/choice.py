@@ -12,6 +12,7 @@ from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.files.sources import Source
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
+from posbench.methods.prompt_change import PromptChange
 from posbench.schema import build, default_values, required_fields, resolve_target
 
 
@@ -86,6 +87,12 @@ class MethodChoice:
     def reads_items(self) -> bool:
         """Whether the method, or a part, reads the positions of the items of a prompt."""
         return any(cls.needs.items for cls in self.classes)
+
+    @property
+    def changes_prompts_alone(self) -> bool:
+        """Whether the method, with all its parts, leaves the model as it is."""
+        classes = [part.cls for part in self.parts.values()] or [self.cls]
+        return all(issubclass(cls, PromptChange) for cls in classes)
 
     def files(self) -> tuple[Source, ...]:
         """The files that the parameters of the method and of its parts name."""

@@ -34,6 +34,11 @@ class Composed(Method):
         """See :class:`Method`."""
         return any(part.rewrites for part in self.parts.values())
 
+    @property
+    def rewrites_by_text(self) -> bool:
+        """See :class:`Method`."""
+        return all(part.rewrites_by_text for part in self.parts.values())
+
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
         """Rewrite the prompt part by part, the first one first."""
         for part in self.parts.values():

@@ -25,10 +25,14 @@ class ItemPrompt:
     Attributes:
         text: The prompt, before any chat template.
         items: Characters (start, end) of every item, in the order of the task's items.
+        question: Characters of the question; None: not marked.
+        orders: Permutations of the items that the data knows, see :class:`posbench.tasks.Example`.
     """
 
     text: str
     items: tuple[Span, ...]
+    question: Span | None = None
+    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def item_text(self, index: int) -> str:
         """The text of an item."""

@@ -494,8 +494,13 @@ def _choose_method(
     is_experiment = bool(data.get("experiment"))
     if model and not model.in_process:
         chosen = is_experiment or "method" in groups
+        if choice.changes_prompts_alone and chosen:
+            return choice
         if chosen and choice.name != NO_METHOD["name"]:
-            allowed = f"none: posbench cannot reach into the server of {model.name}"
+            allowed = (
+                "none, or a method that changes the prompt alone, such as prompt_twice: "
+                f"posbench cannot reach into the server of {model.name}"
+            )
             hint = "serve a model with the method built in (posbench export), and leave out method"
             raise UserError("method", choice.name, allowed, hint)
         data["method"] = dict(NO_METHOD)

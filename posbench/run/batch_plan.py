@@ -33,7 +33,7 @@ from posbench.model.store import (
 )
 from posbench.run.base import Run
 from posbench.run.cost import WorkEstimate
-from posbench.run.plan import Plan, Request, Subject, subjects_of
+from posbench.run.plan import Plan, Prompts, Request, Subject, subjects_of
 from posbench.run.proofs import (
     COMPUTATION,
     REQUEST,
@@ -48,9 +48,6 @@ from posbench.tasks import Example
 
 log = logging.getLogger(__name__)
 
-Prompts = Mapping[str, Encoded]
-"""Prompts by the id of their example."""
-
 BATCHES_PER_GROUP = 2
 """Most tokens of a group, in full batches: a killed run repeats one group's prefill, and processes share out groups."""
 
@@ -58,13 +55,6 @@ BATCHES_PER_GROUP = 2
 MIN_SAVED_SHARE = 0.1
 """Smallest share of tokens that a shared prefill must save: storing and gathering costs about the same time as
 computing them."""
-
-
-class AskedPrompt(NamedTuple):
-    """An example as it is asked under a method, which may have rewritten its prompt."""
-
-    example: Example
-    encoded: Encoded
 
 
 class PrefillGroup(NamedTuple):
@@ -79,16 +69,6 @@ class PrefillGroup(NamedTuple):
     examples: Sequence[Example]
     prefill_method: Method | None
     methods: Sequence[Method]
-
-
-def _rewritten_prompts(
-    subject: Subject, examples: Sequence[Example]
-) -> dict[str, AskedPrompt]:
-    """Rewrite the prompts of examples for a method; return them by the id of their example."""
-    batcher = subject.run.prompts
-    rewritten = batcher.rewrite(examples, subject.method)
-    encoded = batcher.encode(rewritten)
-    return {e.id: AskedPrompt(e, encoded[e.id]) for e in rewritten}
 
 
 class _Prefills:
@@ -191,11 +171,10 @@ class BatchPlan(Plan):
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
     ) -> None:
-        super().__init__(subjects, examples)
+        super().__init__(subjects, examples, encoded)
         self.run = subjects[0].run
         self.lm = self.run.lm
         self.runtime = self.run.runtime
-        self.encoded = encoded
         self.notes: list[str] = []
         self.requested_tokens = 0
         self._packs_methods = self.packs and can_pack(self.lm.model)
@@ -203,11 +182,6 @@ class BatchPlan(Plan):
         self._groups: list[PrefillGroup] = []
         # By the id() of a subject and by decoding: subjects have no hash.
         self._computations: dict[tuple[int, Decoding], str] = {}
-        # Rewritten prompts, by id() of the subject and by id of the example.
-        self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
-        for subject in subjects:
-            if subject.method.rewrites and self.lm.device.type != "meta":
-                self._rewritten[id(subject)] = _rewritten_prompts(subject, examples)
         # The same for every subject that rewrites none, so that its batches are made once.
         self._prompts: dict[int, Prompts] = {
             id(subject): self._prompts_of(subject) for subject in subjects
@@ -374,13 +348,6 @@ class BatchPlan(Plan):
         """Return how many copies of its prompts' memory a batch of several methods needs."""
         continuations = [continuation_of(subject.method) for subject in members]
         return prompt_copies(self.lm.model, [c for c in continuations if c is not None])
-
-    def asked_prompt(self, request: Request) -> AskedPrompt:
-        """Return the example of a request as its method asks it."""
-        rewritten = self._rewritten.get(id(request.subject))
-        if rewritten:
-            return rewritten[request.example.id]
-        return AskedPrompt(request.example, self.encoded[request.example.id])
 
     def proof(self, request: Request) -> dict[str, str]:
         """See :meth:`posbench.run.plan.Plan.proof`."""

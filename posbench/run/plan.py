@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.methods import Method
+from posbench.model.encode import Encoded
 from posbench.run.base import Run
 from posbench.run.folder import RowKey
 from posbench.run.rows import Schedule
@@ -24,6 +25,9 @@ from posbench.tasks import Example
 from posbench.tasks.base import num_questions, split_into_rounds
 
 log = logging.getLogger(__name__)
+
+Prompts = Mapping[str, Encoded]
+"""Prompts by the id of their example."""
 
 
 class Subject(NamedTuple):
@@ -77,14 +81,33 @@ def subjects_of(requests: Sequence[Request]) -> list[Subject]:
     return list({id(r.subject): r.subject for r in requests}.values())
 
 
+class AskedPrompt(NamedTuple):
+    """An example as it is asked under a method, which may have rewritten its prompt."""
+
+    example: Example
+    encoded: Encoded
+
+
+def _rewritten_prompts(
+    subject: Subject, examples: Sequence[Example]
+) -> dict[str, AskedPrompt]:
+    """Rewrite the prompts of examples for a method; return them by the id of their example."""
+    batcher = subject.run.prompts
+    rewritten = batcher.rewrite(examples, subject.method)
+    encoded = batcher.encode(rewritten)
+    return {e.id: AskedPrompt(e, encoded[e.id]) for e in rewritten}
+
+
 class Plan(ABC):
     """The requests of a stage of a run, or of several runs that differ in their methods alone.
 
     Args:
         subjects: The methods.
         examples: The examples, each of which is asked under each method.
+        encoded: Prompts by the id of their example.
 
     Attributes:
+        encoded: As given; a method that rewrites prompts asks others, see :meth:`asked_prompt`.
         batches: The requests, round by round, in batches that are answered together.
         rounds: The examples of each round of questions.
         workers: Batches that are answered at a time.
@@ -93,9 +116,14 @@ class Plan(ABC):
     workers = 1
 
     def __init__(
-        self, subjects: Sequence[Subject], examples: Sequence[Example]
+        self,
+        subjects: Sequence[Subject],
+        examples: Sequence[Example],
+        encoded: Prompts,
     ) -> None:
-        runtime = subjects[0].run.runtime
+        run = subjects[0].run
+        runtime = run.runtime
+        self.encoded = encoded
         self.batches: list[list[Request]] = []
         self._subjects = subjects
         self._examples = examples
@@ -105,6 +133,14 @@ class Plan(ABC):
             for number, question in enumerate(split_into_rounds(examples, 1))
             for example in question
         }
+        # An outline without weights cannot be asked how to rewrite a prompt.
+        is_outline = run.model.in_process and run.lm.device.type == "meta"
+        # Rewritten prompts, by id() of the subject, which has no hash, and by id of the example.
+        self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
+        for subject in subjects:
+            method = subject.method
+            if method.rewrites and (method.rewrites_by_text or not is_outline):
+                self._rewritten[id(subject)] = _rewritten_prompts(subject, examples)
 
     @cached_property
     def order(self) -> list[Request]:
@@ -131,6 +167,13 @@ class Plan(ABC):
     @abstractmethod
     def size(self, request: Request) -> float:
         """Return the size of a request, in a unit that its time is proportional to."""
+
+    def asked_prompt(self, request: Request) -> AskedPrompt:
+        """Return the example of a request as its method asks it."""
+        rewritten = self._rewritten.get(id(request.subject))
+        if rewritten:
+            return rewritten[request.example.id]
+        return AskedPrompt(request.example, self.encoded[request.example.id])
 
     def question_of(self, example: Example) -> int:
         """Return the number of an example's question, which is asked at several positions."""

@@ -76,7 +76,9 @@ class PromptBatcher:
                 raise UserError(
                     "method", method.short_name(), allowed, "choose another task"
                 )
-            prompt = ItemPrompt(example.prompt, example.items)
+            prompt = ItemPrompt(
+                example.prompt, example.items, example.question, example.orders
+            )
             prompt = method.rewrite(self.encoder, prompt)
             if len(prompt.items) != len(example.items):
                 allowed = f"{len(example.items)} items, as before"

@@ -11,8 +11,8 @@ from posbench.measure.replies import BatchShape, reply_to_batch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Prompts
-from posbench.run.plan import Plan, Request, Subject
+from posbench.run.batch_plan import BatchPlan
+from posbench.run.plan import Plan, Prompts, Request, Subject
 from posbench.run.reply_rows import make_row
 from posbench.run.stop import StopRules
 from posbench.stats.outcomes import is_scorable

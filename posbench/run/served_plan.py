@@ -47,11 +47,10 @@ class ServedPlan(Plan):
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
     ) -> None:
-        super().__init__(subjects, examples)
+        super().__init__(subjects, examples, encoded)
         run = subjects[0].run
         self.workers = run.model.concurrency
         self._run = run
-        self._encoded = encoded
         self._row_check = _row_check(run)
         self._has_choices = any(example.choices for example in examples)
         first_decoding = run.out.facts(PROVENANCE).get("decoding", {})
@@ -71,14 +70,15 @@ class ServedPlan(Plan):
 
     def size(self, request: Request) -> int:
         """Return the characters of a request's prompt."""
-        return len(request.example.prompt)
+        return len(self.asked_prompt(request).example.prompt)
 
     def proof(self, request: Request) -> Row:
         """See :meth:`posbench.run.plan.Plan.proof`."""
-        decoding = decoding_of(self._run.task, request.example)
+        asked = self.asked_prompt(request).example
+        decoding = decoding_of(self._run.task, asked)
         reported_model = str(self._first_decoding.get("model", ""))
         return {
-            REQUEST: served_request_digest(request.example),
+            REQUEST: served_request_digest(asked),
             COMPUTATION: computation_digest(
                 self._run, request.subject.method, decoding, reported_model
             ),
@@ -95,8 +95,8 @@ class ServedPlan(Plan):
         backend = run.backend
         backend.check(self._has_choices)
         self._need_first_decoding()
-        example = request.example
-        prompt = self._encoded[example.id]
+        asked = self.asked_prompt(request)
+        example, prompt = asked
         text = prompt.prompt or example.prompt
 
         def arrived(reply: Reply) -> bool:
@@ -111,7 +111,9 @@ class ServedPlan(Plan):
         finally:
             if run.spending:
                 run.spending.add(read, written)
-        row = make_row(run, example, prompt, reply)
+        row = make_row(run, request.example, prompt, reply)
+        if example.prompt != request.example.prompt:
+            row["rewritten_prompt"] = example.prompt
         cost = price_of(read, written, run.model.price)
         if cost is not None and reply.get("prompt_tokens"):
             row["cost"] = round(cost, COST_DIGITS)

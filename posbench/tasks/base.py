@@ -31,6 +31,9 @@ class Example:
             the one that the task moves, and by which tables and figures are sorted.
         other_gold: Indices of the other gold items, which the answer needs as well.
         items: Span in the prompt of every item, in characters (start, end).
+        question: Span in the prompt of the question itself, in characters; None: not marked.
+        orders: Permutations of the items that the data knows, each a tuple of indices: ``relevance``, best first, where
+            it is not the prompt's order; ``source``, as they stand in their sources; ``id``, by their names.
         cluster: Examples that share a question, which intervals resample; empty: this one alone.
         subset: Data set or subject, in a benchmark of several; also scored apart, in subsets.csv.
         choices: Continuations, the likeliest of which is the reply; empty: the model generates one.
@@ -51,6 +54,8 @@ class Example:
     gold_position: int | None = None
     other_gold: tuple[int, ...] = ()
     items: tuple[tuple[int, int], ...] = ()
+    question: tuple[int, int] | None = None
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     cluster: str = ""
     subset: str = ""
     choices: tuple[str, ...] = ()

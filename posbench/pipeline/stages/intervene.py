@@ -14,8 +14,8 @@ from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.text import describe_cut_prompts
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Prompts
-from posbench.run.plan import Request, Subject, subjects
+from posbench.run.batch_plan import BatchPlan
+from posbench.run.plan import Prompts, Request, Subject, subjects
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
 

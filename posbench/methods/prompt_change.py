@@ -1,0 +1,35 @@
+"""A method that changes the prompt alone, so that any model can be asked under it, also one behind a server."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Self
+
+from posbench.methods.base import CheckpointChange, Method
+from posbench.methods.unmodified import Unmodified
+from posbench.model.lm import LM
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptChange(Method):
+    """Base of the methods whose :meth:`rewrite` is all they do; it looks at the prompt, and never at the model."""
+
+    @property
+    def rewrites_by_text(self) -> bool:
+        """True."""
+        return True
+
+    def prefill(self) -> Method:
+        """The unmodified model."""
+        return Unmodified()
+
+    def folded(self, lm: LM) -> CheckpointChange:
+        """Nothing: the weights stay as they are."""
+        return CheckpointChange()
+
+    def changed(self, lm: LM) -> AbstractContextManager[None]:
+        """An empty block."""
+        return nullcontext()
+
+    def neutral(self) -> Self:
+        """Itself: no search looks for its parameters."""
+        return self
