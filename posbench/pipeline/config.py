@@ -541,7 +541,8 @@ def _resolve_stages(
     if not stages or list(stages) != [stage for stage in STAGES if stage in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
         raise UserError("stages", requested, allowed, "set stages=[evaluate,report]")
-    if not model.in_process:
+    study: Study | None = parts.get("study")
+    if not model.in_process and not (study and study.asks_only):
         _need_servable(data, stages, typed)
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:

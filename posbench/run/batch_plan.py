@@ -152,6 +152,7 @@ class BatchPlan(Plan):
         subjects: The methods.
         examples: The examples, each of which is asked under each method.
         encoded: Prompts by the id of their example.
+        round_questions: Questions of a round; None: the runtime's.
 
     Attributes:
         packs: Whether methods that go on from one prefill share a batch.
@@ -170,8 +171,9 @@ class BatchPlan(Plan):
         subjects: Sequence[Subject],
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
+        round_questions: int | None = None,
     ) -> None:
-        super().__init__(subjects, examples, encoded)
+        super().__init__(subjects, examples, encoded, round_questions)
         self.run = subjects[0].run
         self.lm = self.run.lm
         self.runtime = self.run.runtime

@@ -105,6 +105,7 @@ class Plan(ABC):
         subjects: The methods.
         examples: The examples, each of which is asked under each method.
         encoded: Prompts by the id of their example.
+        round_questions: Questions of a round; None: the runtime's.
 
     Attributes:
         encoded: As given; a method that rewrites prompts asks others, see :meth:`asked_prompt`.
@@ -120,14 +121,15 @@ class Plan(ABC):
         subjects: Sequence[Subject],
         examples: Sequence[Example],
         encoded: Prompts,
+        round_questions: int | None = None,
     ) -> None:
         run = subjects[0].run
-        runtime = run.runtime
+        round_questions = round_questions or run.runtime.round_questions
         self.encoded = encoded
         self.batches: list[list[Request]] = []
         self._subjects = subjects
         self._examples = examples
-        self.rounds = split_into_rounds(examples, runtime.round_questions)
+        self.rounds = split_into_rounds(examples, round_questions)
         self._question_of = {
             example.id: number
             for number, question in enumerate(split_into_rounds(examples, 1))
@@ -228,7 +230,7 @@ class Plan(ABC):
                 self.schedule(rules, run, file),
                 self.workers,
             )
-        if rules.ending:
+        if rules.ending and not rules.drops_methods:
             return self._keep_whole(rules, rules.ending, run, file, rows)
         return rows
 
@@ -398,3 +400,7 @@ class Rounds(Schedule):
             return True
         self._rules.begin(size)
         return False
+
+    def admits(self, batch: Sequence[Request]) -> bool:
+        """See :meth:`posbench.run.rows.Schedule.admits`."""
+        return not all(self._rules.leaves_out(r.subject.name) for r in batch)

@@ -27,8 +27,10 @@ def scored_replies(
     methods: Mapping[str, Method],
     encoded: Mapping[str, Encoded],
     rules: StopRules | None = None,
+    examples: Sequence[Example] | None = None,
+    round_questions: int | None = None,
 ) -> dict[str, list[Row]]:
-    """Return scored replies to all evaluation examples under each method.
+    """Return scored replies to evaluation examples under each method.
 
     Args:
         run: The run; rows that its folder has already are not computed again.
@@ -36,29 +38,39 @@ def scored_replies(
         methods: The methods by name.
         encoded: The prompts by the id of their example.
         rules: Rules that may end the run early.
+        examples: The examples; None: all of the run.
+        round_questions: Questions of a round; None: the runtime's.
 
     Returns:
         The rows of each method, by its name.
     """
     subjects = [Subject(run, name, method) for name, method in methods.items()]
-    plan = plan_replies(subjects, encoded)
+    plan = plan_replies(subjects, encoded, examples, round_questions)
     rows = plan.complete(run, file, EVALUATE_STAGE, rules)
     return {name: [row for row in rows if row["method"] == name] for name in methods}
 
 
-def plan_replies(subjects: Sequence[Subject], encoded: Mapping[str, Encoded]) -> Plan:
+def plan_replies(
+    subjects: Sequence[Subject],
+    encoded: Mapping[str, Encoded],
+    examples: Sequence[Example] | None = None,
+    round_questions: int | None = None,
+) -> Plan:
     """Plan the replies to the evaluation examples, of runs that differ in their methods alone.
 
     Args:
         subjects: The methods.
         encoded: The prompts by the id of their example.
+        examples: The examples; None: all of the run.
+        round_questions: Questions of a round; None: the runtime's.
     """
     run = subjects[0].run
+    asked = run.evaluation if examples is None else examples
     if run.model.in_process:
-        return ReplyBatches(subjects, run.evaluation, encoded)
+        return ReplyBatches(subjects, asked, encoded, round_questions)
     from posbench.run.served_plan import ServedPlan
 
-    return ServedPlan(subjects, run.evaluation, encoded)
+    return ServedPlan(subjects, asked, encoded, round_questions)
 
 
 class ReplyBatches(BatchPlan):

@@ -39,6 +39,7 @@ class ServedPlan(Plan):
         subjects: The methods, of one run.
         examples: The examples.
         encoded: Their prompts by id.
+        round_questions: Questions of a round; None: the runtime's.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class ServedPlan(Plan):
         subjects: Sequence[Subject],
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
+        round_questions: int | None = None,
     ) -> None:
-        super().__init__(subjects, examples, encoded)
+        super().__init__(subjects, examples, encoded, round_questions)
         run = subjects[0].run
         self.workers = run.model.concurrency
         self._run = run
@@ -144,6 +146,8 @@ class _Questions(Rounds):
 
     def admits(self, batch: Sequence[Request]) -> bool:
         """See :meth:`posbench.run.rows.Schedule.admits`."""
+        if not super().admits(batch):
+            return False
         question = self._plan.question_of(batch[0].example)
         with self._lock:
             if question in self._begun:

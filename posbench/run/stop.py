@@ -16,9 +16,12 @@ class StopRule:
 
     Attributes:
         keeps_rounds: Whether a run that it ended keeps only the rounds before, not every complete question.
+        drops_methods: Whether methods may drop out, so that a question need not be asked under all; a run that ends
+            then keeps every row.
     """
 
     keeps_rounds = False
+    drops_methods = False
 
     def ends_before(self, size: float, rows: ReadRows) -> bool:
         """Return whether one more round is not made; not asked before the first one.
@@ -31,6 +34,10 @@ class StopRule:
 
     def begin(self, size: float) -> None:
         """Begin a round of this size."""
+
+    def leaves_out(self, method: str) -> bool:
+        """Return whether a method has dropped out: what it was not asked yet, it is not asked any more."""
+        return False
 
     def admits(self, new_requests: int) -> bool:
         """Return whether one more request may be sent, which is then under way; called by several threads.
@@ -72,6 +79,7 @@ class StopRules(StopRule):
         self.ending_round = 0
         self.stop: Stop | None = None
         self._rules = [rule for rule in rules if rule]
+        self.drops_methods = any(rule.drops_methods for rule in self._rules)
 
     def ends_before(self, size: float, rows: ReadRows) -> bool:
         """See :meth:`StopRule.ends_before`."""
@@ -81,6 +89,10 @@ class StopRules(StopRule):
         """See :meth:`StopRule.begin`."""
         for rule in self._rules:
             rule.begin(size)
+
+    def leaves_out(self, method: str) -> bool:
+        """See :meth:`StopRule.leaves_out`."""
+        return any(rule.leaves_out(method) for rule in self._rules)
 
     def admits(self, new_requests: int) -> bool:
         """See :meth:`StopRule.admits`."""

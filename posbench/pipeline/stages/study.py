@@ -18,7 +18,9 @@ def run(config: Config, run: Run) -> None:
     """
     study = config.study
     assert study is not None
-    runs_inside_method = study.needs_model and not study.uses_method
+    runs_inside_method = (
+        study.needs_model and not study.uses_method and run.model.in_process
+    )
     with run.method.build().applied(run.lm) if runs_inside_method else nullcontext():
         tables = study.measure(run)
     for name, table in tables.items():
