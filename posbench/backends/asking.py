@@ -11,7 +11,7 @@ from posbench.backends.served import Endpoint, RequestError
 from posbench.errors import UserError
 from posbench.files.sources import cached_path, weight_files
 from posbench.measure.outcomes import decide_outcome, holds_answer
-from posbench.measure.replies import encode_longest
+from posbench.measure.replies import encode_longest, split_quote
 from posbench.model.answers import Reply
 from posbench.model.encode import Encoded, Encoder, cut_at_stop
 from posbench.model.lm import LM
@@ -195,21 +195,25 @@ def ask(
         ``output`` and ``outcome`` (:data:`posbench.stats.outcomes.Outcome`), with the ``reason`` where it is no answer;
         and, where the server reports them, its token counts (``prompt_tokens``, ``reply_tokens``), why the reply ended
         (``finish``), the thinking before it (``thinking``, ``thinking_tokens``), whether it ended while thinking
-        (``is_thinking``), and the model (``server``). For choices also how they were read (``by``), their
-        ``loglikelihoods`` (nats) and, if there were several requests, their number (``requests``).
+        (``is_thinking``), the ``quote`` that a method asked for before the answer, and the model (``server``). For
+        choices also how they were read (``by``), their ``loglikelihoods`` (nats) and, if there were several requests,
+        their number (``requests``).
     """
     prompt = backend.prompt(encoder, encoded, example.system)
+    quote = ""
     if example.choices:
         response = backend.choose(prompt, example.choices)
-        output = response.text
+        output = answer = response.text
     else:
         max_new_tokens = example.max_new_tokens or task.max_new_tokens
-        response = backend.generate(prompt, max_new_tokens, example.stop)
-        output = cut_at_stop(response.text, example.stop)
+        response = backend.generate(prompt, max_new_tokens, example.generation_stop)
+        quote, answer = split_quote(response.text, example)
+        output = cut_at_stop(answer, example.stop)
     facts = {
         "loglikelihoods": list(response.nats),
         "by": response.by,
         "finish": response.finish,
+        "quote": quote,
         "thinking": response.thinking,
         "thinking_tokens": response.thinking_tokens,
         "is_thinking": response.is_thinking,
@@ -222,7 +226,7 @@ def ask(
     stated = {name: value for name, value in facts.items() if value not in unsaid}
     reply = {"output": output, **stated}
     decision = decide_outcome(
-        response.text,
+        answer,
         response.finish,
         holds_answer=holds_answer(task, example, reply),
         is_thinking=response.is_thinking,

@@ -101,11 +101,11 @@ def holds_answer(task: Task, example: Example, reply: Mapping[str, Any]) -> bool
 
     Args:
         task: The task.
-        example: The example.
+        example: The example as it was asked.
         reply: Has ``output`` and, of a served choice, how it was read (``by``).
     """
     if example.choices:
         return reply.get("by") != NO_CHOICE
     if (example.max_new_tokens or task.max_new_tokens) == 1 or task.prescribes_length:
         return True
-    return task.has_answer(example, str(reply["output"]))
+    return task.has_answer(example.original or example, str(reply["output"]))

@@ -10,7 +10,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import round_values
 from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.model.answers import unclear_thinking
-from posbench.model.encode import Encoded, Encoder, PromptTooLong
+from posbench.model.encode import Encoded, Encoder, PromptTooLong, cut_at_stop
 from posbench.model.lm import LM, GeneratedReply, length_batches
 from posbench.model.prefix import Prefix
 from posbench.model.thinking import opens_thinking, split_thinking
@@ -206,8 +206,8 @@ def reply_to_batch(
     Returns:
         For each example its ``output`` and ``outcome`` (:data:`posbench.stats.outcomes.Outcome`), with the ``reason``
         where it is no answer; why it ended (``finish``, see :class:`posbench.model.lm.GeneratedReply`), with the
-        ``thinking`` before it, and whether it ended while thinking (``is_thinking``); or, where it has choices, their
-        ``loglikelihoods`` (nats).
+        ``thinking`` before it, whether it ended while thinking (``is_thinking``), and the ``quote`` that a method asked
+        for before the answer; or, where it has choices, their ``loglikelihoods`` (nats).
     """
     prompts = [encoded[example.id].ids for example in batch]
     first = batch[0]
@@ -217,7 +217,7 @@ def reply_to_batch(
         prompts,
         max_new_tokens=first.max_new_tokens or task.max_new_tokens,
         min_new_tokens=first.min_new_tokens,
-        stop=first.stop,
+        stop=first.generation_stop,
         repetition_penalty=task.repetition_penalty,
         batch_size=len(batch),
         prefix=prefix,
@@ -228,18 +228,41 @@ def reply_to_batch(
     ]
 
 
+class QuotedReply(NamedTuple):
+    """A reply to a prompt that asks for a quotation first: all text up to its answer, and the answer."""
+
+    quote: str
+    answer: str
+
+
+def split_quote(text: str, example: Example) -> QuotedReply:
+    """Split a reply behind the last answer cue of its example; without a cue, all of it is the answer.
+
+    Args:
+        text: The reply without its thinking.
+        example: The example as it was asked.
+    """
+    if not example.answer_cue or example.answer_cue not in text:
+        return QuotedReply("", text)
+    before, cue, answer = text.rpartition(example.answer_cue)
+    return QuotedReply(before + cue, cut_at_stop(answer, example.stop))
+
+
 def _row_of_reply(
     task: Task, example: Example, reply: GeneratedReply, prompt: Encoded
 ) -> dict[str, Any]:
     """Return the fields of a reply in a row: thinking is separate, and not scored."""
     split = split_thinking(reply.text, opens_thinking(prompt.text))
-    row: dict[str, Any] = {"output": split.answer, "finish": reply.finish}
+    parts = split_quote(split.answer, example)
+    row: dict[str, Any] = {"output": parts.answer, "finish": reply.finish}
+    if parts.quote:
+        row["quote"] = parts.quote
     if split.thinking:
         row["thinking"] = split.thinking
     if split.is_open:
         row["is_thinking"] = True
     decision = decide_outcome(
-        split.answer,
+        parts.answer,
         reply.finish,
         holds_answer=holds_answer(task, example, row),
         is_thinking=split.is_open,

@@ -161,6 +161,19 @@ class Method(ABC):
         """
         return prompt
 
+    @property
+    def extra_reply_tokens(self) -> int:
+        """Tokens that a reply needs in addition to those of the task's answer; 0 by default."""
+        return 0
+
+    @property
+    def answer_cue(self) -> str:
+        """Text after whose last occurrence in a reply the answer stands, which alone is scored; empty: all is answer.
+
+        A reply without it is scored whole. A run keeps what stands before the answer as the row's ``quote``.
+        """
+        return ""
+
     def check(self, lm: LM) -> None:
         """Raise UserError, naming the parameter and its allowed values, unless all fit the model."""
         verify(self, "method")

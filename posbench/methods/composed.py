@@ -45,6 +45,18 @@ class Composed(Method):
             prompt = part.rewrite(lm, prompt)
         return prompt
 
+    @property
+    def extra_reply_tokens(self) -> int:
+        """The sum of those of all parts."""
+        return sum(part.extra_reply_tokens for part in self.parts.values())
+
+    @property
+    def answer_cue(self) -> str:
+        """That of the last part that has one: its instruction is the last in the prompt."""
+        return next(
+            filter(None, (p.answer_cue for p in reversed(self.parts.values()))), ""
+        )
+
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
         for name, part in self.parts.items():

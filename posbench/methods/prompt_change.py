@@ -6,6 +6,7 @@ from typing import Self
 
 from posbench.methods.base import CheckpointChange, Method
 from posbench.methods.unmodified import Unmodified
+from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
 
 
@@ -33,3 +34,10 @@ class PromptChange(Method):
     def neutral(self) -> Self:
         """Itself: no search looks for its parameters."""
         return self
+
+
+def ranked_items(prompt: ItemPrompt) -> list[int]:
+    """The items that a prompt shows, best first: by the data's relevance, else as they stand."""
+    shown = prompt.shown_items
+    ranking = prompt.orders.get("relevance", shown)
+    return [index for index in ranking if index in set(shown)]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,32 +40,80 @@ class ItemPrompt:
         start, end = self.items[index]
         return self.text[start:end]
 
+    @property
+    def shown_items(self) -> list[int]:
+        """The items that the prompt shows, in the order in which they stand there."""
+        shown = [index for index, span in enumerate(self.items) if span != (0, 0)]
+        return sorted(shown, key=lambda index: self.items[index])
+
     def reordered(self, order: Sequence[int]) -> ItemPrompt:
         """Return the prompt with its items in another order; the text between them stays in place.
 
         Args:
-            order: A permutation of the items: ``order[i]`` is the item that goes to the i-th place.
+            order: A permutation of the items: ``order[i]`` is the item that goes to the i-th place. Items that were cut
+                away take no place.
 
         Raises:
             ValueError: ``order`` is no permutation, or items overlap.
         """
         if sorted(order) != list(range(len(self.items))):
             raise ValueError(f"no permutation of {len(self.items)} items: {order}")
-        places = sorted(self.items)
+        shown = set(self.shown_items)
+        return self.with_items([index for index in order if index in shown])
+
+    def with_items(self, order: Sequence[int]) -> ItemPrompt:
+        """Return the prompt with some of its items alone, in any order.
+
+        They take the first places; the others are cut away, with the text that separates the places left over.
+
+        Args:
+            order: The items, one or more of those that the prompt shows, each once.
+
+        Raises:
+            ValueError: There is no such item, one occurs twice, or items overlap.
+            UserError: The question stands among the items, in text that would be cut away.
+        """
+        places = [self.items[index] for index in self.shown_items]
+        if not order or len({*order}) < len(order) or {*order} - {*self.shown_items}:
+            raise ValueError(f"no items of the prompt, each once: {order}")
+        if any(end > start for (_, end), (start, _) in pairwise(places)):
+            raise ValueError("items overlap")
+        starts = [0, *(end for _, end in places)]
+        ends = [*(start for start, _ in places), len(self.text)]
+        # The text in front of each kept place, and behind the last place of all.
+        kept = [*range(len(order)), len(places)]
         new_spans: list[Span] = [(0, 0)] * len(self.items)
+        question = None
         text = ""
-        end_of_last = 0
-        for (start, end), index in zip(places, order, strict=True):
-            if start < end_of_last:
-                raise ValueError("items overlap")
-            text += self.text[end_of_last:start]
-            item = self.item_text(index)
-            new_spans[index] = (len(text), len(text) + len(item))
-            text += item
-            end_of_last = end
+        for index, between in zip([*order, None], kept, strict=True):
+            start, end = starts[between], ends[between]
+            if self.question and start <= self.question[0] <= self.question[1] <= end:
+                shift = len(text) - start
+                question = (self.question[0] + shift, self.question[1] + shift)
+            text += self.text[start:end]
+            if index is not None:
+                item = self.item_text(index)
+                new_spans[index] = (len(text), len(text) + len(item))
+                text += item
+        if self.question and question is None:
+            allowed = "a prompt whose question stands before or after all items"
+            hint = "choose another method, or move the question in the task"
+            raise UserError("method", "a question among the items", allowed, hint)
+        return replace(self, text=text, items=tuple(new_spans), question=question)
+
+    def shifted(self, text: str, offset: int) -> ItemPrompt:
+        """Return a longer prompt that holds this one's items and question ``offset`` characters further on."""
         return replace(
-            self, text=text + self.text[end_of_last:], items=tuple(new_spans)
+            self,
+            text=text,
+            items=tuple(_shift(span, offset) for span in self.items),
+            question=_shift(self.question, offset) if self.question else None,
         )
+
+
+def _shift(span: Span, offset: int) -> Span:
+    """A span moved by some characters; that of an item cut away stays."""
+    return span if span == (0, 0) else (span[0] + offset, span[1] + offset)
 
 
 def find_items(text: str, pattern: str) -> tuple[Span, ...]:

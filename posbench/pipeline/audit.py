@@ -22,6 +22,7 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import pd
+from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
@@ -42,6 +43,7 @@ from posbench.run.reply_rows import (
     row_of_reply,
     served_request_digest,
 )
+from posbench.tasks import Example
 from posbench.tasks.base import num_questions, split_into_rounds
 
 AUDITED_SHARE = 0.02
@@ -279,13 +281,14 @@ def find_faults(run: Run) -> list[str]:
         example = examples[row["id"]]
         method = methods[row["method"]]
         prompt = encoded[example.id]
-        if "rewritten_prompt" in row:
-            asked = replace(example, prompt=str(row["rewritten_prompt"]), items=())
+        asked = example
+        if method.rewrites:
+            asked = _asked_example(run, method, example, row)
             prompt = run.prompts.encode([asked])[example.id]
-        expected = row_of_reply(run, example, prompt, row)
-        decoding = decoding_of(run.task, example)
+        expected = row_of_reply(run, asked, prompt, row)
+        decoding = decoding_of(run.task, asked)
         if not run.model.in_process:
-            expected[REQUEST] = served_request_digest(example)
+            expected[REQUEST] = served_request_digest(asked)
             # What the server computes with is unknown: rows with the same key must agree.
             key = (row["method"], decoding, str(row.get("server")))
             expected[COMPUTATION] = computations.setdefault(key, row.get(COMPUTATION))
@@ -304,6 +307,15 @@ def find_faults(run: Run) -> list[str]:
             what = f"{field} is {row.get(field)}, not {right}"
             faults.append(f"row {row['method']} {row['id']}: {what}")
     return faults + _faults_of_files(run, encoded, planned)
+
+
+def _asked_example(run: Run, method: Method, example: Example, row: Row) -> Example:
+    """An example as a method rewrites it; where that takes the model, as the row says that it did."""
+    if method.rewrites_by_text:
+        (asked,) = run.prompts.rewrite([example], method)
+        return asked
+    text = str(row.get("rewritten_prompt", example.prompt))
+    return replace(example, prompt=text, items=(), original=example)
 
 
 def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> list[str]:
@@ -427,7 +439,13 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
     lm = subject.run.lm
     end = lm.need_tokenizer().eos_token_id or 0
     replies = [
-        [*lm.continuation_ids(prompt, f"{row.get('thinking', '')}{row['output']}"), end]
+        [
+            *lm.continuation_ids(
+                prompt,
+                f"{row.get('thinking', '')}{row.get('quote', '')}{row['output']}",
+            ),
+            end,
+        ]
         for row in (recorded, plain)
     ]
     num_same = _num_tokens_in_common(*replies)

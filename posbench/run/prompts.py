@@ -76,6 +76,11 @@ class PromptBatcher:
                 raise UserError(
                     "method", method.short_name(), allowed, "choose another task"
                 )
+            if example.choices and method.answer_cue:
+                allowed = "a method that asks for an answer alone: this task scores given choices"
+                raise UserError(
+                    "method", method.short_name(), allowed, "choose another task"
+                )
             prompt = ItemPrompt(
                 example.prompt, example.items, example.question, example.orders
             )
@@ -84,7 +89,21 @@ class PromptBatcher:
                 allowed = f"{len(example.items)} items, as before"
                 hint = "correct the method: every item keeps its number"
                 raise UserError("method.rewrite", len(prompt.items), allowed, hint)
-            rewritten.append(replace(example, prompt=prompt.text, items=prompt.items))
+            asked = replace(
+                example,
+                prompt=prompt.text,
+                items=prompt.items,
+                question=prompt.question,
+                original=example,
+            )
+            if method.extra_reply_tokens:
+                tokens = example.max_new_tokens or self.task.max_new_tokens
+                tokens += method.extra_reply_tokens
+                asked = replace(asked, max_new_tokens=tokens)
+            if method.answer_cue:
+                # The reply begins with something else than its answer, so that no beginning of an answer fits.
+                asked = replace(asked, answer_cue=method.answer_cue, prefill="")
+            rewritten.append(asked)
         return rewritten
 
     def batches(

@@ -96,13 +96,10 @@ class ReplyBatches(BatchPlan):
         prompts = {prompt.example.id: prompt.encoded for prompt in asked_prompts}
         with self.applied(batch) as prefix:
             texts = reply_to_batch(self.lm, run.task, examples, prompts, prefix)
-        rows = []
-        for request, prompt, reply in zip(batch, asked_prompts, texts, strict=True):
-            row = make_row(run, request.example, prompt.encoded, reply)
-            if prompt.example.prompt != request.example.prompt:
-                row["rewritten_prompt"] = prompt.example.prompt
-            rows.append(row)
-        return rows
+        return [
+            make_row(run, prompt.example, prompt.encoded, reply)
+            for prompt, reply in zip(asked_prompts, texts, strict=True)
+        ]
 
 
 def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:

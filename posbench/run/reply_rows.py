@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posbench.files.atomic import Row, short_hash
 from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.model.encode import Encoded
@@ -21,8 +23,16 @@ def served_request_digest(example: Example) -> str:
     return request_digest(list(prompt_digest(example).encode()), example.choices)
 
 
-def make_row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
-    """Return the row of a reply: its example's source, the reply, its scores, and the digest of the request."""
+def make_row(run: Run, asked: Example, encoded: Encoded, reply: Row) -> Row:
+    """Return the row of a reply: its example's source, the reply, its scores, and the digest of the request.
+
+    Args:
+        run: The run.
+        asked: The example as its method asked it.
+        encoded: Its prompt.
+        reply: The fields of the reply.
+    """
+    example = asked.original or asked
     scores = {}
     if reply["outcome"] == ANSWERED:
         scores = run.task.checked_score(example, str(reply["output"]))
@@ -41,6 +51,10 @@ def make_row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
     }
     if example.other_gold:
         row["other_gold"] = list(example.other_gold)
+    if asked.prompt != example.prompt:
+        row["rewritten_prompt"] = asked.prompt
+    if asked.max_new_tokens != example.max_new_tokens:
+        row["max_new_tokens"] = asked.max_new_tokens
     return row
 
 
@@ -59,25 +73,27 @@ FIELDS_OF_EXAMPLE = (
     "answers",
     "prompt",
     "other_gold",
+    "rewritten_prompt",
+    "max_new_tokens",
 )
-"""Fields of a row that follow from its example and prompt."""
+"""Fields of a row that follow from its example, its method and the prompt."""
 FIELDS_OF_SCORE = ("scores", "outcome", "reason")
 """Fields of a row that follow from its example and reply."""
 
 
-def row_of_reply(run: Run, example: Example, encoded: Encoded, recorded: Row) -> Row:
+def row_of_reply(run: Run, asked: Example, encoded: Encoded, recorded: Row) -> Row:
     """Make a row again from the reply that it records: all other fields follow from the example.
 
     Args:
         run: The run.
-        example: The example that the row should be of.
+        asked: The example that the row should be of, as its method asks it.
         encoded: Its prompt as the model read it.
         recorded: The row.
     """
-    rescored = rescored_row(run.task, example, recorded)
+    rescored = rescored_row(run.task, asked.original or asked, recorded)
     derived = {*FIELDS_OF_EXAMPLE, "scores"}
     reply = {name: value for name, value in rescored.items() if name not in derived}
-    return make_row(run, example, encoded, reply)
+    return make_row(run, asked, encoded, reply)
 
 
 def rescored_row(task: Task, example: Example, row: Row) -> Row:
@@ -87,10 +103,13 @@ def rescored_row(task: Task, example: Example, row: Row) -> Row:
     """
     if row.get("outcome") not in (ANSWERED, CUT):
         return row
+    # A method may have asked for a longer reply.
+    tokens = row.get("max_new_tokens", example.max_new_tokens)
+    asked = replace(example, max_new_tokens=tokens)
     decision = decide_outcome(
         str(row["output"]),
         str(row.get("finish", "")),
-        holds_answer=holds_answer(task, example, row),
+        holds_answer=holds_answer(task, asked, row),
         is_thinking=bool(row.get("is_thinking")),
         ended_itself=True,
     )

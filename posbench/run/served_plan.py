@@ -113,9 +113,7 @@ class ServedPlan(Plan):
         finally:
             if run.spending:
                 run.spending.add(read, written)
-        row = make_row(run, request.example, prompt, reply)
-        if example.prompt != request.example.prompt:
-            row["rewritten_prompt"] = example.prompt
+        row = make_row(run, example, prompt, reply)
         cost = price_of(read, written, run.model.price)
         if cost is not None and reply.get("prompt_tokens"):
             row["cost"] = round(cost, COST_DIGITS)

@@ -43,9 +43,12 @@ class Example:
         max_new_tokens: Tokens to generate at most, instead of the task's.
         min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may come.
         stop: Texts that end the reply; they and all text after them are cut off.
+        answer_cue: Text after whose last occurrence in a reply the answer stands, which alone is scored; empty: the
+            whole reply is the answer. Set where a method asks for more than an answer.
         document: Span from whose end truncation=document and words cut.
         separator: Put where the document was cut.
         meta: Anything else that scoring needs.
+        original: The example as the task gives it, where a method rewrote the prompt: by it the task judges replies.
     """
 
     id: str
@@ -65,14 +68,21 @@ class Example:
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    answer_cue: str = ""
     document: tuple[int, int] | None = None
     separator: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
+    original: "Example | None" = None
 
     @property
     def question_id(self) -> str:
         """Name of the question, which intervals resample: the cluster, or the example where it has none."""
         return self.cluster or self.id
+
+    @property
+    def generation_stop(self) -> tuple[str, ...]:
+        """Texts at which generation ends: none before an answer cue, as :attr:`stop` ends the answer alone."""
+        return () if self.answer_cue else self.stop
 
     @property
     def gold_positions(self) -> tuple[int, ...]:

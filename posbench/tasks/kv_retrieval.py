@@ -50,6 +50,8 @@ BEFORE_VALUE = " \n\"'`*:{"
 UUID_LIKE = re.compile(r"[0-9a-f-]{8,}(?=[^0-9a-f-])")
 """A run of at least 8 hexadecimal digits and hyphens, followed by another character."""
 PROMPTS = {"official": official_prompt, "compact": compact_prompt}
+QUESTIONS = {"official": 'Key: "{key}"', "compact": 'The value of key "{key}"'}
+"""The question of a prompt, by its form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,12 +250,15 @@ class KVRetrieval(GoldPositionTask):
         """The example that asks for the pair at ``position``; ``cluster`` names its question."""
         key, value = pairs[position]
         prompt, spans = PROMPTS[self.prompt](pairs, key)
+        question = QUESTIONS[self.prompt].format(key=key)
+        start = prompt.rindex(question)
         return Example(
             id=name,
             prompt=prompt,
             answers=(value,),
             gold_position=position,
             items=spans,
+            question=(start, start + len(question)),
             cluster=cluster,
             chat=self.chat,
         )

@@ -280,12 +280,16 @@ class NQMultiDoc(GoldPositionTask):
         prompt, spans = render(
             self.prompt, question.text, documents, renumber=self.labels == "renumbered"
         )
+        # The last time that the prompt says it.
+        label = f"Question: {question.text}"
+        start = prompt.rindex(label)
         return Example(
             id=name,
             prompt=prompt,
             answers=question.answers,
             gold_position=position,
             items=spans,
+            question=(start, start + len(label)),
             cluster=str(number),
         )
 

@@ -1,0 +1,93 @@
+"""Policies that show the items of a prompt in another order, each under the name of its order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from posbench.errors import UserError
+from posbench.methods.prompt_change import PromptChange, ranked_items
+from posbench.model.encode import Encoder
+from posbench.model.items import ItemPrompt
+from posbench.schema import Seed
+
+Order = Literal[
+    "reversed",
+    "best_first",
+    "best_last",
+    "both_ends",
+    "both_ends_haystack",
+    "original_order",
+    "shuffled",
+    "cache_stable",
+]
+KNOWN_ORDERS = {"original_order": "source", "cache_stable": "id"}
+"""Orders that only the data can know, with their names in :attr:`ItemPrompt.orders`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reorder(PromptChange):
+    """Ask every prompt with its items in another order.
+
+    The ranking is the data's relevance where it states one, else the prompt's order: a retriever's list is best first.
+
+    Args:
+        order: ``reversed``: the last item first. ``best_first``, ``best_last``: by the ranking. ``both_ends``: the best
+            items at both ends, the worst in the middle, as LangChain's ``LongContextReorder`` does (for an even number
+            the best is last); ``both_ends_haystack``: as Haystack's ``LostInTheMiddleRanker`` does (the best is always
+            first). ``original_order``: as the items stand in their source. ``cache_stable``: by their ids, so that the
+            same items always make the same beginning of a prompt. ``shuffled``: at random.
+        seed: Of ``shuffled``: the order depends on it and on the text of the prompt alone.
+    """
+
+    order: Order = "best_first"
+    seed: Seed = 0
+
+    def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
+        """The prompt with its items in the order of the method."""
+        shown = prompt.shown_items
+        if not shown:
+            return prompt
+        ranking = ranked_items(prompt)
+        # A later method must not take the new order for a ranking.
+        orders = {**prompt.orders, "relevance": prompt.orders.get("relevance", ranking)}
+        reordered = prompt.with_items(self._arrange(prompt, shown, ranking))
+        return replace(reordered, orders=orders)
+
+    def _arrange(
+        self, prompt: ItemPrompt, shown: Sequence[int], ranking: Sequence[int]
+    ) -> list[int]:
+        """The items that a prompt shows, in the new order.
+
+        Args:
+            prompt: The prompt.
+            shown: Its items as they stand.
+            ranking: Its items, the best first.
+
+        Raises:
+            UserError: The data does not know the order.
+        """
+        match self.order:
+            case "best_first":
+                return [*ranking]
+            case "best_last":
+                return [*reversed(ranking)]
+            case "reversed":
+                return [*reversed(shown)]
+            case "both_ends":
+                worst_first = ranking[::-1]
+                return [*worst_first[::2][::-1], *worst_first[1::2]]
+            case "both_ends_haystack":
+                return [*ranking[::2], *ranking[1::2][::-1]]
+            case "shuffled":
+                rng = random.Random(f"posbench shuffled {self.seed}/{prompt.text}")
+                return rng.sample(shown, len(shown))
+        order = prompt.orders.get(KNOWN_ORDERS[self.order])
+        if order is None:
+            what = "of their source" if self.order == "original_order" else "of ids"
+            allowed = f"an order that the data states: it gives none {what}"
+            hint = "choose another method, such as best_first, or data that states it (docs/own_data.md)"
+            raise UserError("method.order", self.order, allowed, hint)
+        return [index for index in order if index in set(shown)]

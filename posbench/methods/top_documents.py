@@ -1,0 +1,30 @@
+"""Show the best items of a prompt alone."""
+
+from dataclasses import dataclass, replace
+
+from posbench.methods.prompt_change import PromptChange, ranked_items
+from posbench.model.encode import Encoder
+from posbench.model.items import ItemPrompt
+from posbench.schema import Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopDocuments(PromptChange):
+    """Show the best items of every prompt in the order in which they stand, and cut the others away.
+
+    Args:
+        count: Items that stay, by the data's relevance where it states one, else the first ones.
+    """
+
+    count: Count = 3
+
+    def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
+        """The prompt with its best items."""
+        shown = prompt.shown_items
+        if len(shown) <= self.count:
+            return prompt
+        ranking = ranked_items(prompt)
+        best = set(ranking[: self.count])
+        orders = {**prompt.orders, "relevance": prompt.orders.get("relevance", ranking)}
+        shortened = prompt.with_items([index for index in shown if index in best])
+        return replace(shortened, orders=orders)
