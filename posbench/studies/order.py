@@ -1,0 +1,700 @@
+"""Which order of the documents, how many, said twice? Policies that change the prompt, raced on the same questions."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from annotated_types import Ge, Lt, MinLen
+
+from posbench.errors import UserError
+from posbench.files.atomic import Row
+from posbench.late import Figure, pd
+from posbench.methods import Method, Unmodified
+from posbench.model.items import ItemPrompt
+from posbench.plots import base as plot
+from posbench.plots.section import Drawn
+from posbench.run.base import Run
+from posbench.run.folder import PREDICTIONS
+from posbench.run.replies import scored_replies
+from posbench.run.stop import ReadRows, StopRule, StopRules
+from posbench.schema import Count, Seed
+from posbench.stats import bootstrap
+from posbench.stats.outcomes import is_scorable
+from posbench.stats.policies import (
+    CANNOT_TELL,
+    PolicyRace,
+    PolicyVerdict,
+    Scores,
+    Standing,
+    detectable_difference,
+)
+from posbench.studies.base import Study, Tables
+from posbench.tasks import Example
+from posbench.tasks.scorers import contains_answer
+
+AS_RETRIEVED = "as_retrieved"
+"""The policy in use: the prompt as the task gives it."""
+CLOSED_BOOK = "closed_book"
+"""The question without its documents."""
+GOLD_ALONE = "gold_alone"
+"""The question with its gold documents alone."""
+VOTE = "vote"
+VOTERS = (AS_RETRIEVED, "reversed", "shuffled")
+"""Policies whose replies vote; where all three differ, the first one's counts."""
+DEFAULT_POLICIES = (
+    "reversed",
+    "best_first",
+    "best_last",
+    "both_ends",
+    "both_ends_haystack",
+    "original_order",
+    "shuffled",
+    "cache_stable",
+    "top_1",
+    "top_3",
+    "top_5",
+    "question_first_and_last",
+    "documents_twice",
+    "documents_twice_question_first",
+    "prompt_twice",
+    "recite",
+)
+VERDICT_FILE = "order.json"
+
+Cause = Literal[
+    "right",
+    "gold not retrieved",
+    "not even from the gold document alone",
+    "another order mends it",
+    "fewer documents mend it",
+    "saying it twice mends it",
+    "answered from a wrong document",
+    "none of these",
+]
+"""What became of a question as retrieved; the first that applies."""
+
+
+class Prepared(NamedTuple):
+    """The policies of a log.
+
+    Attributes:
+        methods: The methods to ask, the policy in use first.
+        same_as: Policies whose prompts are those of another one, with its name.
+        left_out: Policies that cannot be applied, with the reason.
+    """
+
+    methods: dict[str, Method]
+    same_as: dict[str, str]
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderStudy(Study):
+    """Compare policies with the prompts as they are, on the same questions, in rounds that drop the losers.
+
+    A share of the questions is held back: the winner of the race and the policy in use are asked them last, so that one
+    number is free of the choice. Before that every question is also asked without its documents, and with its gold
+    documents alone, where these are known: that tells apart what no order can mend.
+
+    Attributes:
+        policies: Names of methods that change the prompt alone.
+        vote: Whether the replies of three orders vote; voting may amplify a position bias that they share.
+        held_back: Share of the questions on which the winner is checked.
+        round_questions: Questions after which losers drop out.
+        probes: Questions at most that are asked without documents, and with the gold ones alone.
+        seed: Of the order of the questions.
+    """
+
+    all_methods: ClassVar[bool] = True
+    asks_only: ClassVar[bool] = True
+
+    policies: Annotated[tuple[str, ...], MinLen(1)] = DEFAULT_POLICIES
+    vote: bool = False
+    held_back: Annotated[float, Ge(0), Lt(1)] = 0.3
+    round_questions: Count = 10
+    probes: Annotated[int, Ge(0)] = 100
+    seed: Seed = 0
+
+    def check(self, run: Run) -> None:
+        """See :meth:`Study.check`: the policies exist and change the prompt alone, and the prompts have items."""
+        known = [n for n, c in run.all_methods.items() if c.changes_prompts_alone]
+        for name in self.policies:
+            if name not in known:
+                hint = "posbench ls methods describes them"
+                raise UserError("study.policies", name, ", ".join(known), hint)
+        if not any(example.items for example in run.evaluation):
+            allowed = "a task whose prompts have items: retrieval_log, own_data, nq_multidoc, kv_retrieval"
+            hint = "posbench order LOG model=..."
+            raise UserError("task", run.task.name, allowed, hint)
+
+    def asked(self, run: Run) -> Prepared:
+        """Return the policies that can be applied to the prompts of a run, each set of equal prompts once."""
+        examples = run.evaluation
+        methods: dict[str, Method] = {AS_RETRIEVED: Unmodified()}
+        name_of_prompts = {tuple(e.prompt for e in examples): AS_RETRIEVED}
+        same_as = {}
+        left_out = {}
+        for name in self.policies:
+            method = run.all_methods[name].build()
+            try:
+                rewritten = run.prompts.rewrite(examples, method)
+            except UserError as error:
+                left_out[name] = f"{error.allowed}"
+                continue
+            prompts = tuple(example.prompt for example in rewritten)
+            first = name_of_prompts.setdefault(prompts, name)
+            if first == name:
+                methods[name] = method
+            else:
+                same_as[name] = first
+        return Prepared(methods, same_as, left_out)
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Race the policies, check the winner, and look for the causes of wrong answers.
+
+        Returns:
+            ``policies``: a row for each policy: accuracy, difference from the policy in use in points, flips, tokens
+            and cost of a question. ``questions``: a row for each question: its gold rank, its score as retrieved and
+            the cause. ``ranks``: accuracy by the rank of the gold document, of the policy in use and of the leader.
+        """
+        prepared = self.asked(run)
+        for name, reason in prepared.left_out.items():
+            run.console.print(f"order: {name} left out: {reason}", markup=False)
+        asked, kept_back = self._split(run.evaluation)
+        # In the random order of the race, on which its intervals rest.
+        examples = {example.id: example for example in (*asked, *kept_back)}
+        encoded = run.prompts.encode(run.evaluation)
+        others = tuple(prepared.methods)[1:]
+        race = PolicyRace(AS_RETRIEVED, others + (VOTE,) * self.vote)
+        has_references = any(example.answers for example in run.evaluation)
+        self._announce(run, len(asked), len(others), has_references)
+        elimination = Elimination(race, examples, run.task.metric, has_references)
+        rules = StopRules(elimination, run.deadline, run.spending)
+        rows = scored_replies(
+            run,
+            PREDICTIONS,
+            prepared.methods,
+            encoded,
+            rules,
+            asked,
+            self.round_questions,
+        )
+        scores = _scores(rows, examples, run.task.metric)
+        if self.vote:
+            scores[VOTE] = _votes(run, rows, examples)
+        tokens = {name: _tokens(policy_rows) for name, policy_rows in rows.items()}
+        missing = {name: _missing(policy_rows) for name, policy_rows in rows.items()}
+        remaining = race.remaining(scores, list(prepared.methods))
+        leader = AS_RETRIEVED
+        if scores[AS_RETRIEVED]:
+            leader = race.leader(scores, remaining, tokens, missing)
+        checked = None
+        if leader != AS_RETRIEVED and kept_back:
+            pair = {n: prepared.methods[n] for n in (AS_RETRIEVED, leader)}
+            late = StopRules(run.deadline, run.spending)
+            held = scored_replies(run, PREDICTIONS, pair, encoded, late, kept_back)
+            held_scores = _scores(held, examples, run.task.metric)
+            checked = _gain(held_scores[leader], held_scores[AS_RETRIEVED])
+            for name in pair:
+                rows[name] += held[name]
+                scores[name] = {**scores[name], **held_scores[name]}
+        verdict = PolicyVerdict(
+            CANNOT_TELL, AS_RETRIEVED, "the log holds no reference answers"
+        )
+        if has_references:
+            verdict = race.verdict(scores, leader, checked)
+        probe_rows = self._ask_probes(run, asked) if has_references else {}
+        causes = _causes(run, examples, rows, scores, probe_rows)
+        table = _policy_table(race, scores, rows, prepared, remaining)
+        facts = {
+            "verdict": verdict.name,
+            "policy": verdict.policy,
+            "reason": verdict.reason,
+            "needed_questions": verdict.needed,
+            "leader": leader,
+            "held_back": _in_points(checked) if checked else None,
+            "questions": len(run.evaluation),
+            "causes": dict(Counter(row["cause"] for row in causes)),
+            "left_out": prepared.left_out,
+            "probes": _probe_facts(probe_rows, run.task.metric),
+            "policies": table,
+        }
+        run.out.write_json(VERDICT_FILE, facts)
+        return {
+            "policies": pd.DataFrame(table),
+            "questions": pd.DataFrame(causes),
+            "ranks": _rank_table(examples, scores, (AS_RETRIEVED, leader)),
+        }
+
+    def _announce(
+        self, run: Run, questions: int, policies: int, has_references: bool
+    ) -> None:
+        """Print, before anything is asked, what the comparison can show."""
+        if not has_references:
+            message = "order: no reference answers: it is measured how many replies change, and no policy is judged"
+        else:
+            least = detectable_difference(questions, policies)
+            message = (
+                f"order: {questions} questions, {policies} policies against {AS_RETRIEVED}; a gain of about "
+                f"{100 * least:.0f} points would be detected (where one answer in ten changes)"
+            )
+        run.console.print(message, soft_wrap=True, markup=False, highlight=False)
+
+    def _split(
+        self, examples: Sequence[Example]
+    ) -> tuple[list[Example], list[Example]]:
+        """The examples of the race, in random order of their questions, and those held back."""
+        questions = list(dict.fromkeys(example.question_id for example in examples))
+        random.Random(f"order {self.seed}").shuffle(questions)
+        num_back = int(self.held_back * len(questions))
+        rank = {name: number for number, name in enumerate(questions)}
+        ordered = sorted(examples, key=lambda example: rank[example.question_id])
+        end = len(questions) - num_back
+        return (
+            [e for e in ordered if rank[e.question_id] < end],
+            [e for e in ordered if rank[e.question_id] >= end],
+        )
+
+    def _ask_probes(
+        self, run: Run, examples: Sequence[Example]
+    ) -> dict[str, list[Row]]:
+        """Rows of questions without their documents, and with the gold ones alone, by the name of the probe."""
+        rows: dict[str, list[Row]] = {}
+        first = examples[: self.probes]
+        for name in (CLOSED_BOOK, GOLD_ALONE):
+            probes = [
+                _with_documents(
+                    example, () if name == CLOSED_BOOK else _gold(example) or ()
+                )
+                for example in first
+                if name == CLOSED_BOOK or _gold(example)
+            ]
+            if probes:
+                encoded = run.prompts.encode(probes)
+                late = StopRules(run.deadline, run.spending)
+                rows |= scored_replies(
+                    run, PREDICTIONS, {name: Unmodified()}, encoded, late, probes
+                )
+        return rows
+
+    def figures(self, tables: Tables) -> Drawn:
+        """Accuracy over tokens of all policies, and over the rank of the gold document."""
+        policies = tables["policies"]
+        drawn = {}
+        if policies["accuracy"].notna().any():
+            drawn["tokens"] = (
+                _draw_tokens(policies),
+                "Accuracy and tokens of a question under each policy (95 % intervals of each alone); the dashed line "
+                "is the policy in use.",
+            )
+        ranks = tables.get("ranks")
+        if ranks is not None and len(ranks):
+            drawn["ranks"] = (
+                _draw_ranks(ranks),
+                "Accuracy over the rank of the first gold document, of questions whose gold document is known.",
+            )
+        return drawn
+
+
+class Elimination(StopRule):
+    """Drops policies that are surely worse than the best one, and ends the race once the verdict is decided.
+
+    Args:
+        race: The comparison.
+        examples: The examples by id.
+        metric: The score that counts.
+        judges: Whether the replies have scores; else nothing drops out.
+    """
+
+    drops_methods = True
+
+    def __init__(
+        self,
+        race: PolicyRace,
+        examples: Mapping[str, Example],
+        metric: str,
+        judges: bool,
+    ) -> None:
+        self._race = race
+        self._examples = examples
+        self._metric = metric
+        self._judges = judges
+        self._remaining = {race.base, *race.policies}
+
+    def ends_before(self, size: float, rows: ReadRows) -> bool:
+        """See :meth:`posbench.run.stop.StopRule.ends_before`."""
+        if not self._judges:
+            return False
+        by_method = defaultdict[str, list[Row]](list)
+        for row in rows():
+            by_method[row["method"]].append(row)
+        scores = _scores(by_method, self._examples, self._metric)
+        if not scores.get(self._race.base):
+            return False
+        names = [n for n in (self._race.base, *self._race.policies) if n in scores]
+        self._remaining = set(self._race.remaining(scores, names))
+        return self._race.is_decided(scores, self._remaining)
+
+    def leaves_out(self, method: str) -> bool:
+        """See :meth:`posbench.run.stop.StopRule.leaves_out`."""
+        return method not in self._remaining
+
+
+def _scores(
+    rows: Mapping[str, Sequence[Row]], examples: Mapping[str, Example], metric: str
+) -> dict[str, dict[str, float]]:
+    """Mean score of each question under each policy, in the order in which they were asked; without an answer: none."""
+    scores = {}
+    order = {name: number for number, name in enumerate(examples)}
+    for name, policy_rows in rows.items():
+        values = defaultdict[str, list[float]](list)
+        for row in sorted(policy_rows, key=lambda row: order[row["id"]]):
+            if row.get("scores"):
+                question = examples[row["id"]].question_id
+                values[question].append(float(row["scores"][metric]))
+        scores[name] = {q: float(np.mean(numbers)) for q, numbers in values.items()}
+    return scores
+
+
+def _votes(
+    run: Run, rows: Mapping[str, Sequence[Row]], examples: Mapping[str, Example]
+) -> dict[str, float]:
+    """Score of the reply that two of three orders give, by question; where all differ, that of the first."""
+    replies = {
+        name: {
+            row["id"]: str(row["output"])
+            for row in rows.get(name, ())
+            if row.get("scores")
+        }
+        for name in VOTERS
+    }
+    scores = {}
+    for example_id in replies[VOTERS[0]]:
+        if all(example_id in replies[name] for name in VOTERS):
+            texts = [replies[name][example_id] for name in VOTERS]
+            counts = Counter(
+                " ".join(text.casefold().split()).strip(" .") for text in texts
+            )
+            (winner, _), *_ = counts.most_common()
+            text = next(
+                t for t in texts if " ".join(t.casefold().split()).strip(" .") == winner
+            )
+            example = examples[example_id]
+            scores[example.question_id] = run.task.checked_score(example, text)[
+                run.task.metric
+            ]
+    return scores
+
+
+def _gain(scores: Scores, base: Scores) -> bootstrap.Estimate | None:
+    """Mean difference on the questions that have both scores, with its 95 % interval; None without two of them."""
+    both = [name for name in scores if name in base]
+    if len(both) < 2:
+        return None
+    return bootstrap.paired([scores[n] for n in both], [base[n] for n in both], both)
+
+
+def _in_points(estimate: bootstrap.Estimate) -> dict[str, float]:
+    value, low, high = (round(100 * end, 2) for end in estimate[:3])
+    return {"value": value, "ci_low": low, "ci_high": high, "n": estimate.n}
+
+
+def _tokens(rows: Sequence[Row]) -> float:
+    """Tokens of a question, read and written, on average."""
+    totals = [
+        (row.get("prompt_tokens") or row.get("tokens") or 0)
+        + (row.get("reply_tokens") or 0)
+        for row in rows
+    ]
+    return float(np.mean(totals)) if totals else 0.0
+
+
+def _cost(rows: Sequence[Row]) -> float | None:
+    """Cost of a question on average; None where the price is not known."""
+    costs = [row["cost"] for row in rows if "cost" in row]
+    return float(np.mean(costs)) if costs else None
+
+
+def _missing(rows: Sequence[Row]) -> float:
+    """Share of the questions without an answer."""
+    asked = [row for row in rows if is_scorable(row)]
+    return float(np.mean([not row.get("scores") for row in asked])) if asked else 0.0
+
+
+def _policy_table(
+    race: PolicyRace,
+    scores: Mapping[str, Scores],
+    rows: Mapping[str, Sequence[Row]],
+    prepared: Prepared,
+    remaining: Iterable[str],
+) -> list[Row]:
+    """A row for each policy; those with the prompts of another one have its numbers."""
+    standings = race.standings(scores) if scores.get(race.base) else {}
+    changed = _changed_replies(rows)
+    table = {}
+    for name in (race.base, *race.policies):
+        policy_rows = rows.get(name, ())
+        table[name] = {
+            "name": name,
+            **_score_columns(standings.get(name)),
+            "n": standings[name].difference.n
+            if name in standings
+            else len(policy_rows),
+            "changed_replies": changed.get(name),
+            "tokens": round(_tokens(policy_rows), 1),
+            "cost": _cost(policy_rows),
+            "missing": round(_missing(policy_rows), 4),
+            "in_race": name in set(remaining),
+            "same_as": "",
+        }
+    for name, first in prepared.same_as.items():
+        table[name] = {**table[first], "name": name, "same_as": first}
+    return list(table.values())
+
+
+def _score_columns(standing: Standing | None) -> Row:
+    """Accuracy, difference and flips of a policy, in points; empty without scores."""
+    names = (
+        "accuracy",
+        "ci_low",
+        "ci_high",
+        "difference",
+        "difference_low",
+        "difference_high",
+    )
+    if standing is None:
+        return dict.fromkeys((*names, "flip_rate"))
+    numbers = [*standing.accuracy[:3], *standing.difference[:3], standing.flips]
+    return {
+        name: round(100 * number, 2)
+        for name, number in zip((*names, "flip_rate"), numbers, strict=True)
+    }
+
+
+def _changed_replies(rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """Share of replies whose text is another one than as retrieved, in percent, by policy."""
+    base = {row["id"]: str(row.get("output", "")).strip() for row in rows[AS_RETRIEVED]}
+    result = {}
+    for name, policy_rows in rows.items():
+        changes = [
+            base[row["id"]] != str(row.get("output", "")).strip()
+            for row in policy_rows
+            if row["id"] in base
+        ]
+        if changes:
+            result[name] = round(100 * float(np.mean(changes)), 2)
+    return result
+
+
+# What no order can mend
+
+
+def _gold(example: Example) -> tuple[int, ...] | None:
+    """Indices of the gold documents; None where they are not known, empty where none was retrieved."""
+    if example.gold_position is not None:
+        return example.gold_positions
+    gold = example.meta.get("gold")
+    return None if gold is None else tuple(gold)
+
+
+def _with_documents(example: Example, kept: Sequence[int]) -> Example:
+    """The example with some of its documents alone."""
+    prompt = ItemPrompt(example.prompt, example.items, example.question)
+    if kept:
+        prompt = prompt.with_items(list(kept))
+    else:
+        start = min(first for first, _ in example.items)
+        end = max(last for _, last in example.items)
+        prompt = ItemPrompt(example.prompt[:start] + example.prompt[end:], ())
+    return replace(
+        example,
+        prompt=prompt.text,
+        items=prompt.items,
+        question=prompt.question,
+        gold_position=None,
+        other_gold=(),
+    )
+
+
+def _probe_facts(rows: Mapping[str, Sequence[Row]], metric: str) -> dict[str, Row]:
+    """Accuracy of each probe with its interval, in points."""
+    facts = {}
+    for name, probe_rows in rows.items():
+        values = [row["scores"][metric] for row in probe_rows if row.get("scores")]
+        if values:
+            estimate = bootstrap.mean(values, [str(i) for i in range(len(values))])
+            facts[name] = _in_points(estimate)
+    return facts
+
+
+def _causes(
+    run: Run,
+    examples: Mapping[str, Example],
+    rows: Mapping[str, Sequence[Row]],
+    scores: Mapping[str, Scores],
+    probe_rows: Mapping[str, Sequence[Row]],
+) -> list[Row]:
+    """A row for each question that was asked as retrieved: its gold rank, its score, the cause of a wrong answer."""
+    metric = run.task.metric
+    probes = {
+        name: {row["id"]: row["scores"][metric] for row in found if row.get("scores")}
+        for name, found in probe_rows.items()
+    }
+    table = []
+    for row in rows[AS_RETRIEVED]:
+        example = examples[row["id"]]
+        question = example.question_id
+        if not row.get("scores"):
+            continue
+        gold = _gold(example)
+        right_under = [
+            name
+            for name, values in scores.items()
+            if name != AS_RETRIEVED and values.get(question, 0.0) >= 1
+        ]
+        wrong_document = _document_of_reply(example, str(row["output"]), gold or ())
+        alone = probes.get(GOLD_ALONE, {}).get(example.id)
+        cause: Cause = "none of these"
+        if row["scores"][metric] >= 1:
+            cause = "right"
+        elif gold is not None and not gold:
+            cause = "gold not retrieved"
+        elif alone is not None and alone < 1:
+            cause = "not even from the gold document alone"
+        elif any(
+            not name.startswith(("top_", "documents", "prompt", "question", "recite"))
+            for name in right_under
+        ):
+            cause = "another order mends it"
+        elif any(name.startswith("top_") for name in right_under):
+            cause = "fewer documents mend it"
+        elif right_under:
+            cause = "saying it twice mends it"
+        elif wrong_document is not None:
+            cause = "answered from a wrong document"
+        closed = probes.get(CLOSED_BOOK, {}).get(example.id)
+        table.append(
+            {
+                "id": example.id,
+                "documents": len(example.items),
+                "gold_rank": min(gold) if gold else None,
+                "score": row["scores"][metric],
+                "cause": cause,
+                "wrong_document": wrong_document if cause != "right" else None,
+                "closed_book": closed,
+                "gold_alone": alone,
+                "right_under": " ".join(right_under),
+            }
+        )
+    return table
+
+
+def _document_of_reply(example: Example, reply: str, gold: Sequence[int]) -> int | None:
+    """Index of the one document besides the gold ones in which a reply stands as whole words; else None."""
+    text = reply.strip().rstrip(".")
+    if not text:
+        return None
+    holding = [
+        index
+        for index, (start, end) in enumerate(example.items)
+        if index not in gold
+        and contains_answer(example.prompt[start:end], [text], whole_words=True)
+    ]
+    return holding[0] if len(holding) == 1 else None
+
+
+def _rank_table(
+    examples: Mapping[str, Example],
+    scores: Mapping[str, Scores],
+    names: Iterable[str],
+) -> pd.DataFrame:
+    """Accuracy by the rank of the first gold document, under some policies."""
+    rank_of = {}
+    for example in examples.values():
+        gold = _gold(example)
+        if gold:
+            rank_of[example.question_id] = min(gold)
+    rows = []
+    for name in dict.fromkeys(names):
+        by_rank = defaultdict[int, list[float]](list)
+        for question, score in scores.get(name, {}).items():
+            if question in rank_of:
+                by_rank[rank_of[question]].append(score)
+        for rank, values in sorted(by_rank.items()):
+            estimate = bootstrap.mean(values, [str(i) for i in range(len(values))])
+            rows.append(
+                {
+                    "policy": name,
+                    "rank": rank + 1,
+                    "accuracy": estimate.value,
+                    "ci_low": estimate.ci_low,
+                    "ci_high": estimate.ci_high,
+                    "n": estimate.n,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+@plot.styled
+def _draw_tokens(policies: pd.DataFrame) -> Figure:
+    """Accuracy over tokens, a point for each policy with prompts of its own."""
+    own = policies[policies["same_as"].fillna("") == ""].dropna(subset=["accuracy"])
+    figure, axes = plot.new_figure(plot.PAGE, 3.2, n=own["n"])
+    base = own[own["name"] == AS_RETRIEVED]
+    if len(base):
+        axes.axhline(float(base["accuracy"].iloc[0]), **plot.UNMODIFIED_LINE)
+    errors = np.abs(
+        own[["ci_low", "ci_high"]].to_numpy().T - own["accuracy"].to_numpy()
+    )
+    axes.errorbar(
+        own["tokens"],
+        own["accuracy"],
+        errors,
+        fmt="none",
+        color=plot.GUIDE,
+        linewidth=0.8,
+    )
+    for _, row in own.iterrows():
+        is_base = row["name"] == AS_RETRIEVED
+        colour = plot.BLACK if is_base else plot.BLUE
+        axes.plot(row["tokens"], row["accuracy"], "o", color=colour)
+        axes.annotate(
+            row["name"],
+            (row["tokens"], row["accuracy"]),
+            xytext=(4, 2),
+            textcoords="offset points",
+            fontsize=6,
+        )
+    axes.set_xlabel("tokens of a question, read and written")
+    axes.set_ylabel("accuracy (%)")
+    return figure
+
+
+@plot.styled
+def _draw_ranks(ranks: pd.DataFrame) -> Figure:
+    """Accuracy over the rank of the gold document."""
+    figure, axes = plot.new_figure(plot.COLUMN, 2.4, n=ranks["n"])
+    for number, (name, rows) in enumerate(ranks.groupby("policy", sort=False)):
+        colour = plot.BLACK if name == AS_RETRIEVED else plot.BLUE
+        errors = np.abs(
+            rows[["ci_low", "ci_high"]].to_numpy().T - rows["accuracy"].to_numpy()
+        )
+        axes.errorbar(
+            rows["rank"] + 0.08 * number,
+            100 * rows["accuracy"],
+            100 * errors,
+            marker="os"[number % 2],
+            color=colour,
+            label=str(name),
+            elinewidth=0.8,
+        )
+    axes.set_xlabel("rank of the first gold document as retrieved")
+    axes.set_ylabel("accuracy (%)")
+    axes.set_ylim(-3, 103)
+    axes.legend()
+    return figure
