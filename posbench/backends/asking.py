@@ -29,8 +29,16 @@ MAX_COMPARED_BYTES = 2_000_000_000
 SHOWN_CHARACTERS = 120
 
 
-def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
+def check_server(
+    model: ModelConfig, task: Task, examples: Sequence[Example], encoder: Encoder
+) -> tuple[str, ...]:
     """Check that a server can do a task, and list how it differs from a model in process.
+
+    Args:
+        model: The served model.
+        task: The task.
+        examples: Its examples as they are asked.
+        encoder: Makes the prompts.
 
     Returns:
         Differences in words; none for a model in process.
@@ -46,12 +54,11 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
         raise UserError(
             "task.repetition_penalty", task.repetition_penalty, allowed, hint
         )
-    examples = task.evaluation()
     is_chat = model.api == "chat"
     if is_chat and any(example.prefill for example in examples):
         allowed = f"completions: {task.name} begins the reply, which messages cannot do alike on all servers"
         raise UserError("model.api", model.api, allowed, "set model.api=completions")
-    encode_longest(encoder, task)
+    encode_longest(encoder, task, examples)
 
     differences = []
     without_template = not all(example.chat for example in examples)

@@ -102,6 +102,10 @@ def export(args: list[str]) -> int:
     silence_transformers()
     run = build_run(config, console)
     requested = run.method.build()
+    if requested.rewrites:
+        allowed = "a method that changes the model alone: this one changes the prompt, and files hold no prompts"
+        hint = "rewrite the prompts where you ask them; rewritten_prompt in predictions.jsonl shows them"
+        raise UserError("method", run.method.choice.name, allowed, hint)
     requested.check(run.lm)
     method = _method_to_write(form, run, requested, exact)
     fix = replace(_fix(run, method), weights=weights or "")

@@ -217,7 +217,8 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self.method.check(self.lm)
         if self.method.rewrites or self.posbench.choice.reads_items:
             allowed = (
-                "a method that does not read items: prompts of the harness have none"
+                "a method that neither reads items nor rewrites prompts: those of the harness go as they are, "
+                "and their items are not known"
             )
             hint = "run a task of posbench: posbench task=nq_multidoc method=NAME"
             raise UserError("model_args.method", method, allowed, hint)

@@ -659,14 +659,16 @@ def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
     """Return the workload of a served run, in the terms of a model in process."""
     assert config.server is not None, "a budget asks the server first"
     estimate = estimate_served(config, config.server, encoder)
+    num_methods = len(config.method_under_test().methods())
+    prompts = num_methods * len(config.task.evaluation())
     return WorkEstimate(
         "evaluate",
-        prompts=len(config.task.evaluation()),
+        prompts=prompts,
         tokens=estimate.read,
         computed_tokens=estimate.read,
         attention_pairs=0,
         decode_steps=estimate.written,
-        decoded_tokens=max(estimate.written - len(config.task.evaluation()), 0),
+        decoded_tokens=max(estimate.written - prompts, 0),
     )
 
 

@@ -13,6 +13,7 @@ from posbench.pipeline.fit import FitToModel
 from posbench.pipeline.served import (
     ASSUMED_TOKENS_PER_CHARACTER,
     LARGER_WINDOW,
+    asked_examples,
     check_prompts_arrive,
     probe_server_if_it_answers,
 )
@@ -44,7 +45,8 @@ def fit_to_server(
             fit, notes = _fit(checked, asks_calibration, faults)
             _blame_server(faults, checked)
     with faults.collecting():
-        notes += check_server(config.model, fit.config.task, fit.reader)
+        examples = asked_examples(fit.config, fit.reader)
+        notes += check_server(config.model, fit.config.task, examples, fit.reader)
     return fit, notes
 
 

@@ -362,7 +362,12 @@ def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
         longest = max(examples, key=lambda e: len(e.prompt))
         yield run.lm.encode(longest.prompt).ids
     if {"intervene", "evaluate"} & set(stages):
-        example, encoded = encode_longest(run.lm, run.task)
+        examples = run.evaluation
+        method = run.method.trial()
+        # Only the run itself knows the prompts of a method that asks the model how to rewrite them.
+        if method.rewrites and method.rewrites_by_text:
+            examples = [*examples, *run.prompts.rewrite(examples, method)]
+        example, encoded = encode_longest(run.lm, run.task, examples)
         continuations = {
             tuple(run.lm.continuation_ids(encoded, choice))
             for choice in example.choices

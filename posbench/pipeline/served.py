@@ -47,6 +47,7 @@ from posbench.pipeline.config import Config
 from posbench.run.budget import Budget, money, price_of
 from posbench.run.heartbeat import doing
 from posbench.run.progress import duration
+from posbench.run.prompts import rewrite_examples
 from posbench.tasks import Example, Task
 
 REPLY_OVERHEAD_TOKENS = 4
@@ -173,7 +174,7 @@ def probe_server(config: Config, budget: Budget | None = None) -> Config:
     probe = _Probe(config, budget)
     endpoint = probe.endpoint
     task = config.task
-    examples = task.evaluation()
+    examples = asked_examples(config, text_encoder(config.model))
     apis = _apis(config, examples)
     encoders = {
         api: text_encoder(replace(config.model, api=api, thinking_tokens=0))
@@ -212,6 +213,23 @@ def probe_server(config: Config, budget: Budget | None = None) -> Config:
         tokens_written=endpoint.tokens_written,
     )
     return replace(_with_profile(config, endpoint, profile, encoders), server=profile)
+
+
+def asked_examples(config: Config, encoder: Encoder) -> list[Example]:
+    """Return the evaluation examples of a served run as it asks them, under each of its methods.
+
+    Args:
+        config: The run.
+        encoder: Makes the model's prompts.
+    """
+    examples = config.task.evaluation()
+    asked = list[Example]()
+    for method in config.method_under_test().methods().values():
+        if method.rewrites:
+            asked += rewrite_examples(encoder, config.task, examples, method)
+        else:
+            asked += examples
+    return asked
 
 
 def _kind_of_text(task: Task) -> str:
@@ -264,7 +282,7 @@ def check_prompts_arrive(
     profile = config.server
     if profile is None or config.model.backend:
         return config
-    examples = config.task.evaluation()
+    examples = asked_examples(config, text_encoder(config.model))
     longest = max(examples, key=lambda example: len(example.prompt.encode()))
     key = (
         repr((config.model.base_url, config.model.server_name, profile.form)),
@@ -661,7 +679,7 @@ def estimate_served(
         encoder: Makes the model's prompts.
     """
     task = config.task
-    examples = task.evaluation()
+    examples = asked_examples(config, encoder)
     characters = [len(e.prompt) + len(e.system) + len(e.prefill) for e in examples]
     per_character, overhead, counting = _token_count(profile, encoder, examples)
     by_likelihoods = profile.choice_method == BY_LOG_LIKELIHOODS
@@ -684,6 +702,10 @@ def estimate_served(
         if example.choices:
             longest = CHOICE_TOKENS
         answer = per_character * max(map(len, example.answers), default=0)
+        if example.answer_cue:
+            # The model quotes an item first.
+            lengths = [end - start for start, end in example.items]
+            answer += per_character * sum(lengths) / max(len(lengths), 1)
         written += min(answer + REPLY_OVERHEAD_TOKENS, longest) + thought
         written_at_most += longest + thinking_tokens
     written = min(written, written_at_most)

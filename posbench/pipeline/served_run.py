@@ -42,8 +42,13 @@ def spending(config: Config, run: Run) -> Spending:
     if budget and (budget.tokens or budget.usd):
         estimate = estimate_served(config, run.backend.profile, run.encoder)
         amount = float(estimate.tokens) if budget.tokens else estimate.cost or 0.0
-        expected = amount / max(len(run.evaluation), 1)
+        expected = amount / max(_num_rows(run), 1)
     return Spending(budget, price, tokens, usd, expected)
+
+
+def _num_rows(run: Run) -> int:
+    """Rows of a finished run: its examples, under each of its methods."""
+    return len(run.evaluation) * len(run.method.methods())
 
 
 def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
@@ -75,7 +80,7 @@ def announce_cost(config: Config, run: Run, made: int) -> None:
         return
     run.backend.check(any(example.choices for example in run.evaluation))
     estimate = estimate_served(config, run.backend.profile, run.encoder)
-    share = 1 - made / max(len(run.evaluation), 1)
+    share = 1 - made / max(_num_rows(run), 1)
     if share <= 0:
         return
     estimate = estimate.times(share)

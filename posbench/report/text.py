@@ -134,7 +134,7 @@ def run_title(config: Mapping[str, Any]) -> str:
     study = _group_name(config, "study")
     model = config.get("model")
     stages = config.get("stages") or ()
-    if not is_in_process(model):
+    if not is_in_process(model) and method == UNMODIFIED:
         method = SERVED
     if study:
         text = f"study {study}"

@@ -52,7 +52,7 @@ class Run:
         reference: The paper's rows that apply, see :class:`posbench.stats.reference.Reference`.
         console: Where progress and tables go.
         identity: Model, weights, code and kernel: part of every stage key.
-        all_methods: Methods by name; empty unless the study measures them all.
+        all_methods: The methods that change the model, by name; empty unless the study measures them all.
         model_identity: The part of ``identity`` that concerns the model: weights, precision, kernel.
         method_files: Content digest of each file that a method's constants name, by path.
         out: The claimed folder; not set while the config is checked.

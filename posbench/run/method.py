@@ -85,9 +85,12 @@ class MethodUnderTest:
         return replace(composed, parts={**composed.parts, self.target.name: method})
 
     def methods(self) -> dict[str, Method]:
-        """Map names in tables to the compared methods, the unmodified model first; a served model is one entry."""
+        """Map names in tables to the compared methods, the unmodified model first.
+
+        A served model is one entry, unless a method changes its prompts.
+        """
         method = self.build()
-        if self.served:
+        if self.served and not method.rewrites:
             return {SERVED: method}
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         if not isinstance(method, Unmodified):

@@ -17,6 +17,63 @@ from posbench.run.heartbeat import doing
 from posbench.tasks import Example, Task
 
 
+def rewrite_examples(
+    encoder: Encoder, task: Task, examples: Sequence[Example], method: Method
+) -> list[Example]:
+    """Return examples as a method asks them: with another prompt, and the same answers.
+
+    Args:
+        encoder: The model, or the tokenizer of a served one.
+        task: The task that asks them.
+        examples: The examples.
+        method: The method.
+
+    Raises:
+        UserError: The task cuts long documents, and the method moves the parts that would be cut; or it scores choices,
+            and the method asks for more than an answer.
+    """
+    rewritten = []
+    for example in examples:
+        if example.document:
+            allowed = (
+                "a method that leaves prompts as they are: this task cuts its documents"
+            )
+            raise UserError(
+                "method", method.short_name(), allowed, "choose another task"
+            )
+        if example.choices and method.answer_cue:
+            allowed = (
+                "a method that asks for an answer alone: this task scores given choices"
+            )
+            raise UserError(
+                "method", method.short_name(), allowed, "choose another task"
+            )
+        prompt = ItemPrompt(
+            example.prompt, example.items, example.question, example.orders
+        )
+        prompt = method.rewrite(encoder, prompt)
+        if len(prompt.items) != len(example.items):
+            allowed = f"{len(example.items)} items, as before"
+            hint = "correct the method: every item keeps its number"
+            raise UserError("method.rewrite", len(prompt.items), allowed, hint)
+        asked = replace(
+            example,
+            prompt=prompt.text,
+            items=prompt.items,
+            question=prompt.question,
+            original=example,
+        )
+        if method.extra_reply_tokens:
+            tokens = example.max_new_tokens or task.max_new_tokens
+            tokens += method.extra_reply_tokens
+            asked = replace(asked, max_new_tokens=tokens)
+        if method.answer_cue:
+            # The reply begins with something else than its answer, so that no beginning of an answer fits.
+            asked = replace(asked, answer_cue=method.answer_cue, prefill="")
+        rewritten.append(asked)
+    return rewritten
+
+
 @dataclass(frozen=True)
 class PromptBatcher:
     """Encodes prompts and groups them into batches of a size that the runtime sets.
@@ -60,51 +117,8 @@ class PromptBatcher:
         return encoded
 
     def rewrite(self, examples: Sequence[Example], method: Method) -> list[Example]:
-        """Return the examples as a method asks them: with another prompt, and the same answers.
-
-        Args:
-            examples: The examples.
-            method: The method.
-
-        Raises:
-            UserError: The task cuts long documents, and the method moves the parts that would be cut.
-        """
-        rewritten = []
-        for example in examples:
-            if example.document:
-                allowed = "a method that leaves prompts as they are: this task cuts its documents"
-                raise UserError(
-                    "method", method.short_name(), allowed, "choose another task"
-                )
-            if example.choices and method.answer_cue:
-                allowed = "a method that asks for an answer alone: this task scores given choices"
-                raise UserError(
-                    "method", method.short_name(), allowed, "choose another task"
-                )
-            prompt = ItemPrompt(
-                example.prompt, example.items, example.question, example.orders
-            )
-            prompt = method.rewrite(self.encoder, prompt)
-            if len(prompt.items) != len(example.items):
-                allowed = f"{len(example.items)} items, as before"
-                hint = "correct the method: every item keeps its number"
-                raise UserError("method.rewrite", len(prompt.items), allowed, hint)
-            asked = replace(
-                example,
-                prompt=prompt.text,
-                items=prompt.items,
-                question=prompt.question,
-                original=example,
-            )
-            if method.extra_reply_tokens:
-                tokens = example.max_new_tokens or self.task.max_new_tokens
-                tokens += method.extra_reply_tokens
-                asked = replace(asked, max_new_tokens=tokens)
-            if method.answer_cue:
-                # The reply begins with something else than its answer, so that no beginning of an answer fits.
-                asked = replace(asked, answer_cue=method.answer_cue, prefill="")
-            rewritten.append(asked)
-        return rewritten
+        """Return the examples as a method asks them; see :func:`rewrite_examples`."""
+        return rewrite_examples(self.encoder, self.task, examples, method)
 
     def batches(
         self,
