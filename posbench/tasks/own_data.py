@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 from annotated_types import Ge, MaxLen, MinLen
 from pydantic import BaseModel, Field, Strict, StringConstraints, ValidationError
 
 from posbench.errors import Faults
-from posbench.files.sources import Source
-from posbench.schema import Count, Several, describe_type
-from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.items import Positions, gold_indices, joined
+from posbench.schema import Several, describe_type
+from posbench.tasks.base import Example
+from posbench.tasks.items import Positions, gold_indices
 from posbench.tasks.nq_multidoc import INSTRUCTION
+from posbench.tasks.own_questions import (
+    Match,
+    OwnQuestions,
+    document_text,
+    fill_template,
+    short_answer_note,
+)
 from posbench.tasks.reading import (
     Line,
     check_names,
@@ -36,11 +42,6 @@ Answers = Annotated[tuple[Answer, ...], MinLen(1)]
 DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
-SHORT_ANSWER = 3
-"""Characters of an answer so short that a wrong reply may well contain it."""
-MAX_LISTED = 5
-Match = Literal["words", "text"]
-"""Whether an answer must occur in a reply as whole words, or may be part of a word."""
 RESERVED_SUBSETS = ("all", "nan")
 """Forbidden names of subsets: the average over subsets, and the name that tables read as missing."""
 
@@ -140,8 +141,7 @@ class Documents(RecordWithGold):
 
     def text(self, number: int, part: Document) -> str:
         """Render the document with its number, from 1."""
-        title = f"(Title: {part.title})" if part.title else ""
-        return f"Document [{number + 1}]{title} {part.text}"
+        return document_text(number, part.title, part.text)
 
 
 class Choices(Record):
@@ -326,7 +326,7 @@ def order_with_gold_at(
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnData(EvaluationOnly):
+class OwnData(OwnQuestions):
     """Your own questions, from a file whose fields define its kind; see docs/own_data.md.
 
     Args:
@@ -345,37 +345,14 @@ class OwnData(EvaluationOnly):
     Twain"); of choices, if the likeliest letter is the right one.
     """
 
-    metric: ClassVar[str] = "accuracy"
-    source: ClassVar[str] = "your file"
-    licence: ClassVar[str] = "yours"
-    size: ClassVar[str] = "what the file holds"
     version: ClassVar[str] = "4"  # 4: an answer occurs in a reply as whole words
 
     sizes: ClassVar[tuple[str, ...]] = ("items_per_prompt", "items_per_prompt")
 
     name: str = "own_data"
-    max_new_tokens: Count = 100
     subsets: tuple[str, ...] | None = None
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
     items_per_prompt: Several | None = None
-    template: str | None = None
-    separator: str = "\n"
-    match: Match = "words"
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            hint = "posbench check-data FILE; docs/own_data.md shows what it holds"
-            refuse("path", self.path, "your file", hint)
-        if self.template is not None and (
-            self.template.count("{context}") != 1 or "{question}" not in self.template
-        ):
-            allowed = "text with {context} once, and {question}"
-            hint = "or leave it out: task.template=null"
-            refuse("template", self.template, allowed, hint)
-
-    def official(self) -> tuple[Source, ...]:
-        """None."""
-        return ()
 
     @cached_property
     def own(self) -> ParsedFile:
@@ -445,7 +422,8 @@ class OwnData(EvaluationOnly):
             notes.append(
                 f"{num_repeated} of {len(records)} lines repeat an earlier one: intervals count them as one question"
             )
-        notes += self._short_answer_notes()
+        answers = [getattr(record, "answers", ()) for record in records]
+        notes += [*short_answer_note(answers, self.match), *self.split_notes()]
         if not self.own.moves:
             return notes
         items = self.own.kind.holds
@@ -461,29 +439,6 @@ class OwnData(EvaluationOnly):
                 "than one place, and a bias shows less"
             )
         return notes
-
-    def _short_answer_notes(self) -> list[str]:
-        """Report how many lines have an answer so short that wrong replies may contain it; empty if none has."""
-        short_answers: dict[str, None] = {}
-        num_lines = 0
-        for record in self.own.records:
-            short = [
-                answer
-                for answer in getattr(record, "answers", ())
-                if len(answer) <= SHORT_ANSWER
-            ]
-            num_lines += bool(short)
-            short_answers |= dict.fromkeys(short)
-        if not num_lines:
-            return []
-        listed = ", ".join(map(repr, list(short_answers)[:MAX_LISTED]))
-        if len(short_answers) > MAX_LISTED:
-            listed += ", ..."
-        unit = "a whole word" if self.match == "words" else "part of any word"
-        return [
-            f"{num_lines} of {len(self.own.records)} lines have an answer of one to {SHORT_ANSWER} characters "
-            f"({listed}): a wrong reply may hold it, too, as {unit}; read some with posbench show"
-        ]
 
     def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
@@ -517,14 +472,6 @@ class OwnData(EvaluationOnly):
             f"({len(texts[longest]):,} characters), or split it into shorter ones"
         )
 
-    def score(self, example: Example, text: str) -> dict[str, float]:
-        """1 if an answer occurs in the reply, or is the letter chosen."""
-        if example.choices:
-            return {"accuracy": float(text.strip() in example.answers)}
-        whole_words = self.match == "words"
-        is_right = contains_answer(text, example.answers, whole_words=whole_words)
-        return {"accuracy": float(is_right)}
-
     def _example(
         self,
         record: Any,
@@ -541,17 +488,14 @@ class OwnData(EvaluationOnly):
             order: Index in the record of each part, if the gold one is moved.
         """
         template = self.template or record.template
-        head, tail = (
-            text.replace("{question}", record.question)
-            for text in template.split("{context}")
-        )
         texts = [record.text(number, part) for number, part in enumerate(parts)]
-        prompt, spans = joined(head, texts, self.separator, tail)
+        filled = fill_template(template, record.question, texts, self.separator)
         if isinstance(record, Choices):
             choices = tuple(f" {letter}" for letter in ascii_uppercase[: len(parts)])
             return Example(
                 id=record.id,
-                prompt=prompt,
+                prompt=filled.prompt,
+                question=filled.question,
                 answers=(choices[record.gold].strip(),),
                 subset=record.subset,
                 choices=choices,
@@ -561,19 +505,21 @@ class OwnData(EvaluationOnly):
         if position is None:
             return Example(
                 id=record.id,
-                prompt=prompt,
+                prompt=filled.prompt,
+                question=filled.question,
                 answers=record.answers,
                 subset=record.subset,
-                document=spans[0],
+                document=filled.items[0],
                 cluster=self._question_ids[record.id],
             )
         return Example(
             id=f"{position}-{record.id}",
-            prompt=prompt,
+            prompt=filled.prompt,
+            question=filled.question,
             answers=record.answers,
             gold_position=position,
             other_gold=tuple(map(order.index, record.other_gold)),
-            items=spans,
+            items=filled.items,
             cluster=self._question_ids[record.id],
             subset=record.subset,
         )

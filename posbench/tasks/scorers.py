@@ -45,11 +45,11 @@ def contains_answer(
             Korean, an answer may occur anywhere.
     """
     plain_reply = _comparable(reply)
-    occurs = _occurs_as_word if whole_words else str.__contains__
+    occurs = occurs_as_word if whole_words else str.__contains__
     return any(occurs(plain_reply, _comparable(answer)) for answer in answers)
 
 
-def _occurs_as_word(text: str, answer: str) -> bool:
+def occurs_as_word(text: str, answer: str) -> bool:
     """Whether an answer occurs in a text with no letter or digit next to one that it begins or ends with."""
     start = text.find(answer)
     while start >= 0:

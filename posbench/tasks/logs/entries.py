@@ -1,0 +1,222 @@
+"""The lines, entries or rows of a file, before anything is known of their shape."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from posbench.files.parse import parse_json
+from posbench.late import pd
+from posbench.tasks.logs.base import Entry, Skips
+from posbench.tasks.reading import refuse
+
+LISTS = (
+    ("results", "results"),
+    ("results",),
+    ("resourceSpans",),
+    ("spans",),
+    ("data",),
+    ("rows",),
+    ("examples",),
+    ("samples",),
+    ("questions",),
+    ("queries",),
+    ("runs",),
+    ("traces",),
+)
+"""Where one JSON object may hold the list of its entries."""
+NOT_JSON = "not one JSON object"
+MAX_CELL_CHARACTERS = 1 << 27
+"""Longest cell of a CSV file: the texts of all documents of a question."""
+
+
+class Entries(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        unit: ``line``, ``entry`` or ``row``.
+        entries: Those that are objects with fields.
+        num_read: Number of all.
+    """
+
+    unit: str
+    entries: list[Entry]
+    num_read: int
+
+
+def read_entries(file: Path, field: str, skips: Skips) -> Entries:
+    """Read a file: JSON lines, a JSON array or object, CSV, TSV or parquet; ``.gz`` of a text is unpacked.
+
+    Args:
+        file: The file.
+        field: Key that named it, without ``task.``.
+        skips: Receives lines that are no objects.
+
+    Raises:
+        UserError: The file cannot be read, or is empty.
+    """
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    try:
+        if suffixes[-1:] == [".parquet"]:
+            found = _parquet(file)
+        else:
+            data = file.read_bytes()
+            if suffixes[-1:] == [".gz"]:
+                data = gzip.decompress(data)
+                suffixes.pop()
+            if suffixes[-1:] in ([".csv"], [".tsv"]):
+                delimiter = "," if suffixes[-1] == ".csv" else "\t"
+                found = _csv(data, delimiter, skips)
+            else:
+                found = _json(data, skips)
+    except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        allowed = "a readable file of JSON lines, a JSON array, CSV or parquet"
+        refuse(
+            field,
+            str(file),
+            allowed,
+            f"check the path, or write the file again ({reason[:120]})",
+        )
+    if not found.num_read:
+        allowed = "a file with lines; this one is empty"
+        refuse(field, str(file), allowed, "check the path")
+    return found
+
+
+def _json(data: bytes, skips: Skips) -> Entries:
+    """Entries of JSON lines, or of one JSON text; ValueError if it is neither."""
+    try:
+        whole = parse_json(data.removeprefix(b"\xef\xbb\xbf"), finite=False)
+    except ValueError as error:
+        found = _lines(data, skips)
+        if found.entries or not data.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+            return found
+        raise ValueError(f"one JSON array is cut or damaged: {error}") from error
+    values = whole
+    if isinstance(whole, dict):
+        values = _list_in(whole)
+    if not isinstance(values, list):
+        raise ValueError("neither an object nor an array")
+    entries = _objects(enumerate(values, start=1), skips)
+    unit = "line" if values == [whole] else "entry"
+    return Entries(unit, entries, len(values))
+
+
+def _list_in(whole: dict[str, Any]) -> list[Any]:
+    """The list of entries in an object; the object itself where it holds none."""
+    for keys in LISTS:
+        value: Any = whole
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            # Spans of OpenTelemetry are found below their resource.
+            return [whole] if keys == ("resourceSpans",) else value
+    if len(whole) > 1 and all(map(_looks_asked, whole.values())):
+        return [{"id": key, **value} for key, value in whole.items()]
+    return [whole]
+
+
+def _looks_asked(fields: Any) -> bool:
+    """Whether an object in an object is a question of its own."""
+    names = ("question", "query", "input", "user_input")
+    return isinstance(fields, dict) and any(name in fields for name in names)
+
+
+def _lines(data: bytes, skips: Skips) -> Entries:
+    """Entries of JSON lines; others are skipped."""
+    numbered = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if not text.strip():
+            continue
+        try:
+            numbered.append((number, parse_json(text, finite=False)))
+        except ValueError:
+            numbered.append((number, None))
+    return Entries("line", _objects(numbered, skips), len(numbered))
+
+
+def _objects(numbered: Iterable[tuple[int, Any]], skips: Skips) -> list[Entry]:
+    """The values that are objects; others are skipped."""
+    entries = []
+    for number, value in numbered:
+        if isinstance(value, dict):
+            entries.append(Entry(number, value))
+        else:
+            skips.add(number, NOT_JSON)
+    return entries
+
+
+def _csv(data: bytes, delimiter: str, skips: Skips) -> Entries:
+    """Entries of a CSV file, with the numbers of the lines on which they begin."""
+    text = data.decode("utf-8-sig", errors="surrogateescape")
+    limit = csv.field_size_limit(MAX_CELL_CHARACTERS)
+    entries = []
+    num_read = 0
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+        names = reader.fieldnames or []
+        number = reader.line_num + 1
+        for row in reader:
+            num_read += 1
+            try:
+                "".join(value for value in row.values() if value).encode()
+                is_whole = None not in row and None not in row.values()
+            except (TypeError, UnicodeError):
+                is_whole = False
+            if is_whole and names:
+                fields = {key: value for key, value in row.items() if value != ""}
+                entries.append(Entry(number, fields))
+            else:
+                skips.add(number, "another number of columns than the header, or bytes")
+            number = reader.line_num + 1
+    finally:
+        csv.field_size_limit(limit)
+    return Entries("line", entries, num_read)
+
+
+def _parquet(file: Path) -> Entries:
+    """Entries of a parquet file."""
+    rows = pd.read_parquet(file).to_dict("records")
+    entries = [
+        Entry(number, {str(key): _plain(value) for key, value in row.items()})
+        for number, row in enumerate(rows, start=1)
+    ]
+    return Entries("row", entries, len(rows))
+
+
+def _plain(value: Any) -> Any:
+    """A value of a table as JSON would have it."""
+    if isinstance(value, np.ndarray):
+        return [_plain(item) for item in value.tolist()]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def list_in_text(text: str) -> list[Any] | None:
+    """The list that a text spells as JSON, or as Python prints it; None if it spells none."""
+    if not text.strip().startswith("["):
+        return None
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, list):
+            return value
+    return None

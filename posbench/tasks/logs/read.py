@@ -1,0 +1,258 @@
+"""Read a retrieval log: recognise its shape, join references, and find the gold documents."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from posbench.tasks.logs import fields as names
+from posbench.tasks.logs.base import (
+    Entry,
+    Log,
+    LoggedQuestion,
+    Skip,
+    Skips,
+    indices_of,
+)
+from posbench.tasks.logs.entries import Entries, read_entries
+from posbench.tasks.logs.fields import (
+    as_answers,
+    as_text,
+    comparable,
+    first,
+    has_distances,
+    read_question,
+)
+from posbench.tasks.logs.folder import CONTENT, read_folder
+from posbench.tasks.logs.order import seems_small_first
+from posbench.tasks.logs.shapes import SHAPES, Shape, extract_plain
+from posbench.tasks.reading import refuse
+from posbench.tasks.scorers import occurs_as_word
+
+FOLDER = Shape(
+    "BEIR folder with a TREC run",
+    CONTENT,
+    lambda entry: False,
+    lambda entry, seen: entry,
+)
+TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+REFERENCE_LINE = '{"question": "...", "answers": ["..."]}, or CSV with the columns question and answers'
+WHERE_SHAPES_ARE = "docs/own_data.md shows each shape"
+
+
+def read_log(path: Path | str, references: Path | str | None = None) -> Log:
+    """Read a retrieval log of any known shape.
+
+    Args:
+        path: A file (JSON lines, a JSON array, CSV, parquet) or a BEIR folder.
+        references: A file with reference answers by question or id (CSV or JSON lines), which replace those of the
+            log.
+
+    Raises:
+        UserError: A file cannot be read, or is of no known shape, or none of its lines can be read.
+    """
+    file = Path(path).expanduser()
+    skips = Skips()
+    if file.is_dir():
+        shape = FOLDER
+        entries = read_folder(file, skips)
+        unit = "query"
+    else:
+        found = read_entries(file, "path", skips)
+        shape = _shape_of(file, found, skips)
+        unit = shape.unit or found.unit
+        entries = shape.gather(found.entries, skips)
+    skips.right = shape.right
+    seen = frozenset(name for entry in entries for name in entry.fields)
+    questions = []
+    remarks: Counter[str] = Counter()
+    num_distances = 0
+    is_cell = file.name.lower().endswith(TABLES)
+    for number, fields in entries:
+        with skips.collecting(number):
+            extracted = shape.extract(fields, seen)
+            questions.append(read_question(number, extracted, is_cell=is_cell))
+            remarks.update(filter(None, [extracted.get("remark")]))
+            num_distances += has_distances(extracted.get("documents"))
+    problems = skips.problems()
+    num_read = len(questions) + sum(problem.count for problem in problems)
+    if not questions:
+        _refuse_all(file, shape, unit, num_read, skips)
+    lines = [f"{text}: {count} {unit}s" for text, count in remarks.items()]
+    if shape is not FOLDER:
+        lines += _field_remarks(shape, seen, questions)
+    if references is not None:
+        questions, line = _join(questions, Path(references).expanduser())
+        lines.append(line)
+    questions = [_with_gold(question) for question in questions]
+    lines += _gold_remarks(questions)
+    are_distances = 2 * num_distances > len(questions)
+    num_rising = sum(map(_rises, questions))
+    if not are_distances:
+        are_distances = seems_small_first(question.scores for question in questions)
+    if num_rising:
+        reading = "small is read as good" if are_distances else "large is read as good"
+        text = f"scores rise along the list in {num_rising} of {len(questions)} lists: distances? ({reading})"
+        lines.append(text)
+    return Log(
+        shape=shape.name,
+        unit=unit,
+        num_read=num_read,
+        questions=tuple(questions),
+        problems=problems,
+        remarks=tuple(lines),
+        are_distances=are_distances,
+    )
+
+
+def recognise(entries: Iterable[Entry]) -> Shape | None:
+    """The shape that most of the entries have; None if none has any."""
+    votes: Counter[int] = Counter()
+    for entry in entries:
+        for index, shape in enumerate(SHAPES):
+            if shape.recognises(entry.fields):
+                votes[index] += 1
+                break
+    if not votes:
+        return None
+    index = min(votes, key=lambda i: (-votes[i], i))
+    return SHAPES[index]
+
+
+def _shape_of(file: Path, found: Entries, skips: Skips) -> Shape:
+    """The shape of a file; UserError if it has none."""
+    shape = recognise(found.entries)
+    if shape is not None:
+        return shape
+    if not found.entries:
+        value = f"{file}, none of whose {found.num_read} {found.unit}s is a JSON object or whole row"
+    else:
+        keys = ", ".join(map(str, found.entries[0].fields)) or "none"
+        value = f"{file} with fields {keys[:120]}"
+    listed = ", ".join(shape.name for shape in SHAPES)
+    allowed = f"a retrieval log: {listed}, {FOLDER.name}"
+    refuse("path", value, allowed, WHERE_SHAPES_ARE)
+
+
+def _refuse_all(
+    file: Path, shape: Shape, unit: str, num_read: int, skips: Skips
+) -> NoReturn:
+    """Raise UserError for a log of which nothing can be read, with its most frequent fault."""
+    problems = skips.problems()
+    if not problems:
+        problems_text, right = f"it has no {unit} with documents", shape.right
+    else:
+        problem = problems[0]
+        problems_text = f"{problem.count} of {num_read} {unit}s: {problem.reason} (first: {unit} {problem.line})"
+        right = problem.right or shape.right
+    value = f"{file} as {shape.name}"
+    refuse(
+        "path", value, f"{unit}s that can be read; {problems_text}", f"write {right}"
+    )
+
+
+def _field_remarks(
+    shape: Shape, seen: frozenset[str], questions: Sequence[LoggedQuestion]
+) -> list[str]:
+    """Where the references come from, if that is a guess; that there are none, if there are replies."""
+    if all(question.answers is None for question in questions):
+        if any(question.reply is not None for question in questions):
+            return [
+                "the log holds the model's replies, and no references: give references=FILE"
+            ]
+        return ["the log holds no references: give references=FILE"]
+    if (
+        shape.extract is extract_plain
+        and names.ANSWER in seen
+        and not seen & set(names.REFERENCES)
+    ):
+        return [
+            'the field "answer" is read as the reference: if it is the model\'s reply, give references=FILE'
+        ]
+    return []
+
+
+def _join(
+    questions: Sequence[LoggedQuestion], file: Path
+) -> tuple[list[LoggedQuestion], str]:
+    """The questions with the answers of a file of references, and a line about it.
+
+    Raises:
+        UserError: The file cannot be read, or none of its answers belongs to a question.
+    """
+    skips = Skips()
+    by_question: dict[str, list[str]] = {}
+    by_id: dict[str, list[str]] = {}
+    is_cell = file.name.lower().endswith(TABLES)
+    found = read_entries(file, "references", skips)
+    for number, fields in found.entries:
+        with skips.collecting(number):
+            value = first(fields, (*names.REFERENCES, names.ANSWER))
+            answers = as_answers(value, is_cell=is_cell)
+            question = first(fields, names.QUESTION)
+            name = as_text(first(fields, names.QUESTION_ID), "id")
+            if answers is None or not (isinstance(question, str) or name):
+                raise Skip("no question or id, or no answers")
+            if isinstance(question, str):
+                by_question.setdefault(comparable(question), []).extend(answers)
+            if name:
+                by_id.setdefault(name, []).extend(answers)
+    joined = []
+    num_joined = 0
+    for question in questions:
+        answers_found = by_question.get(comparable(question.question))
+        if answers_found is None and question.id is not None:
+            answers_found = by_id.get(question.id)
+        if answers_found is not None:
+            num_joined += 1
+            unique = tuple(dict.fromkeys(answers_found))
+            question = question._replace(answers=unique)
+        joined.append(question)
+    problems = skips.problems()
+    faults = "".join(
+        f"; {problem.count} lines of {file} skipped ({problem.reason}), the first is line {problem.line}"
+        for problem in problems
+    )
+    if not num_joined:
+        allowed = f"answers to the questions of the log, by their text or id{faults}"
+        refuse("references", str(file), allowed, f"lines such as {REFERENCE_LINE}")
+    line = f"references of {num_joined} of {len(questions)} questions from {file}"
+    return joined, line + faults
+
+
+def _with_gold(question: LoggedQuestion) -> LoggedQuestion:
+    """The question with its gold documents: those that the log names, else those in which an answer stands."""
+    if question.gold is not None or question.answers is None:
+        return question
+    answers = [_matched(answer) for answer in question.answers]
+    gold = indices_of(
+        any(occurs_as_word(text, answer) for answer in answers)
+        for text in (_matched(document.text) for document in question.documents)
+    )
+    return question._replace(gold=gold or None)
+
+
+def _matched(text: str) -> str:
+    """A text in which answers are looked for: NFC, case folded, white space collapsed."""
+    folded = unicodedata.normalize("NFC", text).casefold()
+    return comparable(folded)
+
+
+def _gold_remarks(questions: Sequence[LoggedQuestion]) -> list[str]:
+    """How the gold documents became known, if the log does not name them."""
+    num_found = sum(q.gold is not None and not q.gold_is_named for q in questions)
+    if not num_found:
+        return []
+    return [
+        f"gold documents of {num_found} of {len(questions)} questions found by an answer's words in the text; "
+        "the log does not name them"
+    ]
+
+
+def _rises(question: LoggedQuestion) -> bool:
+    """Whether the scores rise along the list."""
+    scores = question.scores
+    return scores is not None and scores == sorted(scores) and len(set(scores)) > 1
