@@ -65,6 +65,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
 Verbs (posbench VERB --help says more):
   diagnose      whether a model has a position bias, of what shape, where from,
                 what helps, and what it costs: one command, one page
+  order         which order of retrieved documents, how many, said twice? Measured
+                on a log of your own, with code for the winner
   figures       run many experiments side by side; those without downloaded
                 weights take 17 minutes on two cores
   ls            list what can be chosen: models, tasks, methods, ...
@@ -96,6 +98,7 @@ memory, a dead server); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 
 VERBS = {
     "diagnose": "diagnose",
+    "order": "order",
     "ls": "ls",
     "fetch": "verbs",
     "validate": "verbs",
@@ -133,7 +136,18 @@ RUN_VERBS = (
 """Verbs that read runs, and so find the user's own classes in ``--config-dir``, or in the one that a run records."""
 VERBS_WITH_MODEL = ("audit", "export", "verify", "resume")
 """Verbs that run a model, which takes a while."""
-OVERRIDE_VERBS = ("", "diagnose", "fetch", "validate", "submit", "figures", "export")
+BUDGET_VERBS = ("diagnose", "order")
+"""Verbs whose budget counts from before their libraries are imported."""
+OVERRIDE_VERBS = (
+    "",
+    "diagnose",
+    "order",
+    "fetch",
+    "validate",
+    "submit",
+    "figures",
+    "export",
+)
 """Verbs that take overrides as a run does, and the run itself."""
 NO_VERBS = {
     "run": "leave it out",
@@ -141,7 +155,7 @@ NO_VERBS = {
 """Words that users type as verbs, and the right command for each."""
 
 YES = "--yes"
-VERBS_WITH_YES = ("", "diagnose", "figures", "submit", "validate")
+VERBS_WITH_YES = ("", "diagnose", "order", "figures", "submit", "validate")
 """Verbs, and runs, that start work which may cost money, or check it."""
 
 PR_SET_PDEATHSIG = 1
@@ -192,8 +206,8 @@ def _dispatch(args: list[str]) -> int:
             _refuse_foreign_flags(name, args[len(name.split()) :])
         if not name:
             return _run(args)
-        if name == "diagnose" and not {"-h", "--help"} & set(args):
-            return _diagnose(args[1:])
+        if name in BUDGET_VERBS and not {"-h", "--help"} & set(args):
+            return _run_with_budget(name, args[1:])
         verb = find_verb(name)
         args = args[len(name.split()) :]
         # Behind other arguments these flags are the harness's own.
@@ -307,15 +321,14 @@ def _run(args: list[str]) -> int:
         return _run_jobs(args, watch)
 
 
-def _diagnose(args: list[str]) -> int:
-    """Run the verb diagnose, whose budget counts from before its libraries are imported."""
+def _run_with_budget(name: str, args: list[str]) -> int:
+    """Run one of :data:`BUDGET_VERBS`."""
     from posbench.run.budget import Stopwatch
 
     watch = Stopwatch()
     with _signs_of_life():
-        from posbench.cli.diagnose import diagnose
-
-        return diagnose(args, watch)
+        verb: Callable[..., int] = find_verb(name)
+        return verb(args, watch)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class Config:
         study_name: Name of the study; empty without one.
         raw: The recorded config as plain data: the groups that take part.
         typed: Dotted keys that the user set.
-        all_methods: The methods that change the model, by name; empty unless the study measures them all.
+        all_methods: The methods that the study measures, by name; empty unless it measures all.
         budget: The budget from which the sizes are still to be chosen; None: the sizes are final.
         config_dir: The user's own config folder; None without one.
         constants: Constants of the method, or of its parts, that come from runs.
@@ -277,11 +277,11 @@ def _assemble(
         constants=parts.get("constants", ()),
     )
     if config.study and config.study.all_methods:
-        # A method that changes the prompt alone costs what its prompts cost.
+        # A study of the model measures methods that change it, one of replies those that change the prompt alone.
         all_methods = {
             name: choice
             for name, choice in all_choices(folders, config.model.blocks).items()
-            if not choice.changes_prompts_alone
+            if choice.changes_prompts_alone == config.study.asks_only
         }
         config = replace(config, all_methods=all_methods)
     try:

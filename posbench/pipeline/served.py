@@ -223,6 +223,8 @@ def asked_examples(config: Config, encoder: Encoder) -> list[Example]:
         encoder: Makes the model's prompts.
     """
     examples = config.task.evaluation()
+    if config.study:
+        return config.study.asked_examples(encoder, config.task, config.all_methods)
     asked = list[Example]()
     for method in config.method_under_test().methods().values():
         if method.rewrites:

@@ -8,7 +8,12 @@ from typing import Any
 from posbench.backends.asking import compare_with_checkpoint
 from posbench.backends.served import MAX_LISTED_MODELS, Endpoint
 from posbench.pipeline.config import Config
-from posbench.pipeline.served import describe_endpoint, estimate_served, need_consent
+from posbench.pipeline.served import (
+    asked_examples,
+    describe_endpoint,
+    estimate_served,
+    need_consent,
+)
 from posbench.run.base import Run
 from posbench.run.budget import Spending, price_of
 from posbench.run.folder import PREDICTIONS
@@ -21,7 +26,8 @@ PROBE_ENTRY = "probe"
 def spending(config: Config, run: Run) -> Spending:
     """The spending of a served run so far, killed sessions included, and its limit."""
     rows = run.out.rows_without_error(PREDICTIONS)
-    recorded = run.out.status().get("spent", {}).get(EVALUATE_STAGE, {})
+    stage = "study" if config.study else EVALUATE_STAGE
+    recorded = run.out.status().get("spent", {}).get(stage, {})
     read = sum(row.get("prompt_tokens") or 0 for row in rows)
     written = sum(row.get("reply_tokens") or 0 for row in rows)
     # A killed session's tokens are in its rows alone, tokens of discarded replies in the record alone.
@@ -34,7 +40,7 @@ def spending(config: Config, run: Run) -> Spending:
     recorded_usd = recorded.get("usd", 0.0)
     usd = max(price_of(read, written, price) or 0.0, recorded_usd)
     if usd > recorded_usd:
-        run.out.spend(EVALUATE_STAGE, {"usd": usd - recorded_usd}, {})
+        run.out.spend(stage, {"usd": usd - recorded_usd}, {})
     probe = _record_probe(config, run)
     tokens += probe.get("prompt_tokens", 0) + probe.get("reply_tokens", 0)
     usd += probe.get("usd", 0.0)
@@ -42,13 +48,8 @@ def spending(config: Config, run: Run) -> Spending:
     if budget and (budget.tokens or budget.usd):
         estimate = estimate_served(config, run.backend.profile, run.encoder)
         amount = float(estimate.tokens) if budget.tokens else estimate.cost or 0.0
-        expected = amount / max(_num_rows(run), 1)
+        expected = amount / max(len(asked_examples(config, run.encoder)), 1)
     return Spending(budget, price, tokens, usd, expected)
-
-
-def _num_rows(run: Run) -> int:
-    """Rows of a finished run: its examples, under each of its methods."""
-    return len(run.evaluation) * len(run.method.methods())
 
 
 def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
@@ -80,7 +81,7 @@ def announce_cost(config: Config, run: Run, made: int) -> None:
         return
     run.backend.check(any(example.choices for example in run.evaluation))
     estimate = estimate_served(config, run.backend.profile, run.encoder)
-    share = 1 - made / max(_num_rows(run), 1)
+    share = 1 - made / max(len(asked_examples(config, run.encoder)), 1)
     if share <= 0:
         return
     estimate = estimate.times(share)

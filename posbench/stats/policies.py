@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from posbench.stats.bootstrap import Array, Estimate, mean
-from posbench.stats.sequential import ALPHA, FIRST_QUESTIONS, anytime_intervals
+from posbench.stats.sequential import (
+    ALPHA,
+    FIRST_QUESTIONS,
+    anytime_intervals,
+    log_capital,
+)
 
 USE = "use"
 LEAVE = "leave"
@@ -27,6 +33,8 @@ MAX_MISSING = 0.1
 """Share of questions without an answer above which a policy is not recommended."""
 DROP_ALPHA = 0.01
 """Probability with which a policy drops out although it is no worse than the best."""
+MAX_BET = 0.9
+"""Largest share of the capital in a bet on a difference: most differences are zero, and so is most of the risk."""
 CHANGING = 0.1
 """Share of questions whose correctness changes with the policy, assumed before the first one is asked."""
 POWER = 0.8
@@ -228,10 +236,12 @@ class PolicyRace:
         )
         needed = None
         if gain:
-            reason = f"{leader} {_points(gain)} points, n = {gain.n}; {reason}"
+            reason = (
+                f"{reason}; the best is {leader}, {_points(gain)} points, n = {gain.n}"
+            )
             needed = self.questions_needed(scores, leader)
         if gain and gain.ci_low > 0:
-            reason += "; its gain is not there on held-back questions"
+            reason += ", but no gain on held-back questions"
         return PolicyVerdict(CANNOT_TELL, self.base, reason, needed)
 
     def questions_needed(self, scores: Mapping[str, Scores], leader: str) -> int | None:
@@ -250,7 +260,7 @@ class PolicyRace:
         for factor in FORECAST_FACTORS:
             count = int(np.ceil(factor * len(pairs)))
             drawn = rng.choice(pairs, (SIMULATIONS // 4, count))
-            low, high = anytime_intervals(drawn, -1, 1, self.alpha)
+            low, high = anytime_intervals(drawn, -1, 1, self.alpha, MAX_BET)
             if np.mean((low > 0) | (high < self.margin)) >= 0.5:
                 return count
         return None
@@ -271,16 +281,18 @@ def detectable_difference(questions: int, num_policies: int) -> float:
     """
     rng = np.random.default_rng(0)
     draws = rng.random((SIMULATIONS, questions))
-    alpha = ALPHA / max(num_policies, 1)
-    for gain in np.arange(1, 101) / 100:
+    alpha = ALPHA / max(num_policies, 1) / 2
+
+    def is_detected(points: int) -> bool:
+        gain = points / 100
         changing = max(CHANGING, gain)
         share_better = (changing + gain) / 2
         pairs = np.where(draws < share_better, 1.0, 0.0)
         pairs[draws >= 1 - (changing - share_better)] = -1.0
-        low, _ = anytime_intervals(pairs, -1, 1, alpha)
-        if np.mean(low > 0) >= POWER:
-            return float(gain)
-    return 1.0
+        capital = log_capital((1 + pairs) / 2, 0.5, alpha, MAX_BET).max(axis=-1)
+        return bool(np.mean(capital >= np.log(1 / alpha)) >= POWER)
+
+    return bisect_left(range(100), True, lo=1, key=is_detected) / 100
 
 
 def _mean(scores: Scores) -> float:
@@ -296,7 +308,7 @@ def _anytime(values: Array, alpha: float) -> Estimate:
     """Mean of differences in -1..1, with an interval that holds at any time; without values, the whole range."""
     if not len(values):
         return Estimate(0.0, -1.0, 1.0, 0)
-    (low,), (high,) = anytime_intervals(values[None], -1, 1, alpha)
+    (low,), (high,) = anytime_intervals(values[None], -1, 1, alpha, MAX_BET)
     value = float(values.mean())
     return Estimate(value, min(float(low), value), max(float(high), value), len(values))
 

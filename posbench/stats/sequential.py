@@ -32,7 +32,9 @@ FARTHEST_FORECAST = 4000
 """Questions at each position beyond which no forecast looks."""
 
 
-def log_capital(values: Array, candidate: float | Array, alpha: float) -> Array:
+def log_capital(
+    values: Array, candidate: float | Array, alpha: float, max_bet: float = MAX_BET
+) -> Array:
     """Compute the log capital of a gambler who bets that a mean is above a candidate, after each value.
 
     If the mean is the candidate or below, the capital ever reaches 1 / alpha with a probability of at most
@@ -45,6 +47,7 @@ def log_capital(values: Array, candidate: float | Array, alpha: float) -> Array:
         values: Independent values of one distribution in 0..1, [..., N].
         candidate: Candidate mean, above 0, or one for each series, [..., 1].
         alpha: Probability of a miss at any time.
+        max_bet: Largest share of the capital that a single bet risks, below 1; any holds the level.
 
     Returns:
         Natural logarithm of the capital, which begins with 1, [..., N].
@@ -58,14 +61,14 @@ def log_capital(values: Array, candidate: float | Array, alpha: float) -> Array:
     parts = []
     for horizon, weight in zip(BET_HORIZONS, BET_WEIGHTS, strict=True):
         bets = np.sqrt(2 * np.log(1 / alpha) / (known_variances * horizon))
-        bets = np.minimum(bets, MAX_BET / candidate)
+        bets = np.minimum(bets, max_bet / candidate)
         gains = np.cumsum(np.log1p(bets * (values - candidate)), axis=-1)
         parts.append(np.log(weight) + gains)
     return np.logaddexp.reduce(parts)
 
 
 def anytime_intervals(
-    values: Array, low: float, high: float, alpha: float
+    values: Array, low: float, high: float, alpha: float, max_bet: float = MAX_BET
 ) -> tuple[Array, Array]:
     """Compute intervals of means that hold whatever rule ended the sampling.
 
@@ -76,13 +79,14 @@ def anytime_intervals(
         low: Their lowest possible value.
         high: Their highest possible value.
         alpha: Probability that one of the intervals misses its mean, after any number of values.
+        max_bet: See :func:`log_capital`.
 
     Returns:
         Lower and upper ends, [S] each.
     """
     scaled = (np.asarray(values, dtype=np.float64) - low) / (high - low)
-    lower = _lower_ends(scaled, alpha / 2)
-    upper = 1 - _lower_ends(1 - scaled, alpha / 2)
+    lower = _lower_ends(scaled, alpha / 2, max_bet)
+    upper = 1 - _lower_ends(1 - scaled, alpha / 2, max_bet)
     # Where every candidate was rejected, the mean lies between two candidates.
     means = scaled.mean(axis=-1)
     is_empty = lower > upper
@@ -91,13 +95,15 @@ def anytime_intervals(
     return low + (high - low) * lower, low + (high - low) * upper
 
 
-def _lower_ends(values: Array, alpha: float) -> Array:
+def _lower_ends(values: Array, alpha: float, max_bet: float) -> Array:
     """For each series the largest mean such that it and all below it were rejected in favour of a higher one."""
     rejected = np.zeros(values.shape[:-1])
     kept = np.ones(values.shape[:-1])
     for _ in range(BISECTIONS):
         candidates = (rejected + kept) / 2
-        capital = log_capital(values, candidates[..., None], alpha).max(axis=-1)
+        capital = log_capital(values, candidates[..., None], alpha, max_bet).max(
+            axis=-1
+        )
         is_rejected = capital >= np.log(1 / alpha)
         rejected = np.where(is_rejected, candidates, rejected)
         kept = np.where(is_rejected, kept, candidates)

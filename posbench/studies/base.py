@@ -9,10 +9,13 @@ from typing import ClassVar, TypeAlias
 
 from posbench.files.sources import Source
 from posbench.late import pd
+from posbench.methods.choice import MethodChoice
+from posbench.model.encode import Encoder
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses, StudyWorkload
 from posbench.stats.findings import Finding
+from posbench.tasks import Example, Task
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
 
@@ -50,6 +53,18 @@ class Study(ABC):
     def files(self) -> tuple[Source, ...]:
         """Further files that the numbers come from; their contents are part of a run's identity."""
         return ()
+
+    def asked_examples(
+        self, encoder: Encoder, task: Task, choices: Mapping[str, MethodChoice]
+    ) -> list[Example]:
+        """Return the prompts of a study that :attr:`asks_only`, once for each time that it asks them at most.
+
+        Args:
+            encoder: Makes the model's prompts.
+            task: The task.
+            choices: All methods by name.
+        """
+        return []
 
     def workload(self, run: Run) -> Sequence[InspectionPasses | StudyWorkload]:
         """Upper bound of its workload; empty where it is not known in advance."""

@@ -15,11 +15,14 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Figure, pd
 from posbench.methods import Method, Unmodified
+from posbench.methods.choice import MethodChoice
+from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.folder import PREDICTIONS
+from posbench.run.prompts import rewrite_examples
 from posbench.run.replies import scored_replies
 from posbench.run.stop import ReadRows, StopRule, StopRules
 from posbench.schema import Count, Seed
@@ -34,7 +37,7 @@ from posbench.stats.policies import (
     detectable_difference,
 )
 from posbench.studies.base import Study, Tables
-from posbench.tasks import Example
+from posbench.tasks import Example, Task
 from posbench.tasks.scorers import contains_answer
 
 AS_RETRIEVED = "as_retrieved"
@@ -132,19 +135,27 @@ class OrderStudy(Study):
             hint = "posbench order LOG model=..."
             raise UserError("task", run.task.name, allowed, hint)
 
-    def asked(self, run: Run) -> Prepared:
-        """Return the policies that can be applied to the prompts of a run, each set of equal prompts once."""
-        examples = run.evaluation
+    def prepared(
+        self, encoder: Encoder, task: Task, choices: Mapping[str, MethodChoice]
+    ) -> Prepared:
+        """Return the policies that can be applied to the prompts of a task, each set of equal prompts once.
+
+        Args:
+            encoder: Makes the model's prompts.
+            task: The task.
+            choices: All methods by name.
+        """
+        examples = task.evaluation()
         methods: dict[str, Method] = {AS_RETRIEVED: Unmodified()}
         name_of_prompts = {tuple(e.prompt for e in examples): AS_RETRIEVED}
         same_as = {}
         left_out = {}
         for name in self.policies:
-            method = run.all_methods[name].build()
+            method = choices[name].build()
             try:
-                rewritten = run.prompts.rewrite(examples, method)
+                rewritten = rewrite_examples(encoder, task, examples, method)
             except UserError as error:
-                left_out[name] = f"{error.allowed}"
+                left_out[name] = error.allowed
                 continue
             prompts = tuple(example.prompt for example in rewritten)
             first = name_of_prompts.setdefault(prompts, name)
@@ -154,6 +165,27 @@ class OrderStudy(Study):
                 same_as[name] = first
         return Prepared(methods, same_as, left_out)
 
+    def asked_examples(
+        self, encoder: Encoder, task: Task, choices: Mapping[str, MethodChoice]
+    ) -> list[Example]:
+        """See :meth:`Study.asked_examples`: all policies on the questions of the race, and the probes.
+
+        Held-back questions are asked under the longest policy, which may not win.
+        """
+        asked, kept_back = self._split(task.evaluation())
+        methods = self.prepared(encoder, task, choices).methods
+        examples = list[Example]()
+        longest: list[Example] = []
+        for method in methods.values():
+            examples += rewrite_examples(encoder, task, asked, method)
+            held = rewrite_examples(encoder, task, kept_back, method)
+            longest = max(longest, held, key=lambda h: sum(len(e.prompt) for e in h))
+        examples += [*kept_back, *longest]
+        if any(example.answers for example in asked):
+            for probes in self._probes(asked).values():
+                examples += probes
+        return examples
+
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Race the policies, check the winner, and look for the causes of wrong answers.
 
@@ -162,7 +194,7 @@ class OrderStudy(Study):
             and cost of a question. ``questions``: a row for each question: its gold rank, its score as retrieved and
             the cause. ``ranks``: accuracy by the rank of the gold document, of the policy in use and of the leader.
         """
-        prepared = self.asked(run)
+        prepared = self.prepared(run.encoder, run.task, run.all_methods)
         for name, reason in prepared.left_out.items():
             run.console.print(f"order: {name} left out: {reason}", markup=False)
         asked, kept_back = self._split(run.evaluation)
@@ -260,26 +292,30 @@ class OrderStudy(Study):
             [e for e in ordered if rank[e.question_id] >= end],
         )
 
+    def _probes(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
+        """The first questions without their documents, and with the gold ones alone, by the name of the probe."""
+        first = examples[: self.probes]
+        probes = {
+            CLOSED_BOOK: [_with_documents(example, ()) for example in first],
+            GOLD_ALONE: [
+                _with_documents(example, gold)
+                for example in first
+                if (gold := _gold(example))
+            ],
+        }
+        return {name: examples for name, examples in probes.items() if examples}
+
     def _ask_probes(
         self, run: Run, examples: Sequence[Example]
     ) -> dict[str, list[Row]]:
-        """Rows of questions without their documents, and with the gold ones alone, by the name of the probe."""
+        """Rows of the probes by name."""
         rows: dict[str, list[Row]] = {}
-        first = examples[: self.probes]
-        for name in (CLOSED_BOOK, GOLD_ALONE):
-            probes = [
-                _with_documents(
-                    example, () if name == CLOSED_BOOK else _gold(example) or ()
-                )
-                for example in first
-                if name == CLOSED_BOOK or _gold(example)
-            ]
-            if probes:
-                encoded = run.prompts.encode(probes)
-                late = StopRules(run.deadline, run.spending)
-                rows |= scored_replies(
-                    run, PREDICTIONS, {name: Unmodified()}, encoded, late, probes
-                )
+        for name, probes in self._probes(examples).items():
+            encoded = run.prompts.encode(probes)
+            rules = StopRules(run.deadline, run.spending)
+            rows |= scored_replies(
+                run, PREDICTIONS, {name: Unmodified()}, encoded, rules, probes
+            )
         return rows
 
     def figures(self, tables: Tables) -> Drawn:

@@ -16,7 +16,6 @@ from posbench.tasks.logs.order import has_best_at_ends, rank_order
 from posbench.tasks.own_data import Documents
 from posbench.tasks.own_questions import (
     OwnQuestions,
-    document_text,
     fill_template,
     short_answer_note,
 )
@@ -104,10 +103,7 @@ class RetrievalLog(OwnQuestions):
         first_id: dict[str, str] = {}
         for name, question in zip(self._ids, self.log.questions, strict=True):
             documents = question.documents
-            texts = [
-                document_text(number, document.title, document.text)
-                for number, document in enumerate(documents)
-            ]
+            texts = [unnumbered_text(d.title, d.text) for d in documents]
             template = self.template or Documents.template
             filled = fill_template(template, question.question, texts, self.separator)
             orders = {
@@ -138,6 +134,11 @@ class RetrievalLog(OwnQuestions):
             f"set task.max_documents to less than {len(sizes)}, or shorten document {longest} (from 0) of "
             f"{self.log.unit} {question.line} of {self.path} ({sizes[longest]:,} characters)"
         )
+
+
+def unnumbered_text(title: str | None, text: str) -> str:
+    """Render a document without a number, which would be wrong in another order."""
+    return f"Document (Title: {title}) {text}" if title else f"Document: {text}"
 
 
 def first_documents(question: LoggedQuestion, count: int) -> LoggedQuestion:

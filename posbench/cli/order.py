@@ -1,0 +1,324 @@
+"""``posbench order``: which order of the retrieved documents, how many, said twice? Measured on a log of your own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from posbench.cli.options import URL, option
+from posbench.errors import UserError
+from posbench.files.atomic import short_hash, write_csv, write_json
+from posbench.files.secrets import without_typed_secrets
+from posbench.pipeline.arguments import folder_name, read_flags
+from posbench.pipeline.compose import compose
+from posbench.pipeline.execute import execute
+from posbench.pipeline.prepare import prepare
+from posbench.plots.section import Section
+from posbench.report.console import make_console
+from posbench.report.folder import read_json, study_tables
+from posbench.report.page import write_page
+from posbench.run.budget import Budget, Stopwatch
+from posbench.schema import override_text
+from posbench.stats.policies import USE
+from posbench.studies.order import AS_RETRIEVED, VERDICT_FILE, OrderStudy
+
+RECIPES: Mapping[str, str] = {
+    "reversed": "documents = documents[::-1]",
+    "best_first": "documents = sorted(documents, key=score_of, reverse=True)",
+    "best_last": "documents = sorted(documents, key=score_of)",
+    "both_ends": (
+        "# LangChain\n"
+        "from langchain_community.document_transformers import LongContextReorder\n"
+        "documents = LongContextReorder().transform_documents(documents)"
+    ),
+    "both_ends_haystack": (
+        "# Haystack\n"
+        "from haystack.components.rankers import LostInTheMiddleRanker\n"
+        'documents = LostInTheMiddleRanker().run(documents=documents)["documents"]'
+    ),
+    "original_order": "documents = sorted(documents, key=lambda d: (d.metadata['source'], d.metadata['page']))",
+    "cache_stable": "documents = sorted(documents, key=lambda d: d.id)",
+    "shuffled": "random.Random(question).shuffle(documents)",
+    "top_1": "documents = documents[:1]",
+    "top_3": "documents = documents[:3]",
+    "top_5": "documents = documents[:5]",
+    "question_first_and_last": 'prompt = f"{question}\\n\\n{prompt}"  # it also ends with the question',
+    "documents_twice": "documents = documents + documents",
+    "documents_twice_question_first": (
+        'documents = documents + documents\nprompt = f"{question}\\n\\n{prompt}"  # with the documents twice'
+    ),
+    "prompt_twice": 'prompt = f"{prompt}\\n\\n{prompt}"',
+    "recite": (
+        'prompt += "\\n\\nFirst quote, word for word, the passage above that holds the answer. "\n'
+        "prompt += 'Then write the answer itself after \"Answer:\".'\n"
+        'answer = reply.rpartition("Answer:")[2].strip()'
+    ),
+}
+"""By policy, what to change in the code that builds the prompt."""
+
+
+def order(args: list[str], watch: Stopwatch | None = None) -> int:
+    """Tell which order and number of retrieved documents serves a model best, on a log of your own questions.
+
+    usage: posbench order LOG model=NAME|DIR|URL [references=FILE] [budget=10min] [OVERRIDES] [--json] [--yes]
+
+      LOG         a retrieval log: of LangChain, LlamaIndex, Haystack, ragas, OpenInference, promptfoo, BEIR, or plain
+                  JSON lines, CSV, parquet; docs/own_data.md lists the shapes
+      model       the model that answers; an address as model=http://HOST:8000/v1
+      references  the right answers, where the log holds only what the model said: CSV or JSON lines
+      budget      an upper limit of time, tokens or money: 10min, 3Mtok, 2usd with model.price=[IN,OUT]
+      OVERRIDES   study.policies=[reversed,documents_twice], study.vote=true, task.limit=100, any key of a run
+      --json      prints order.json in place of the summary
+
+    Every policy answers the same questions. Policies that are surely worse drop out after a few rounds, and the winner
+    is checked on questions that the race did not see. The verdict is use, leave, cannot tell, or cannot do the task.
+    Writes order.json, policies.csv and a page into outputs/order/; the same command resumes.
+
+    example: posbench order my_log.jsonl model=http://localhost:8000/v1 references=answers.csv
+    """
+    as_json = "--json" in args
+    args = [arg for arg in args if arg != "--json"]
+    typed_budget, args = option(args, "budget")
+    references, args = option(args, "references")
+    positional = [a for a in read_flags(args).overrides if "=" not in a]
+    if len(positional) != 1:
+        hint = "posbench order my_log.jsonl model=smollm2"
+        raise UserError("order", " ".join(positional), "one log, then keys", hint)
+    (log,) = positional
+    rest = [_as_override(arg) for arg in args if arg != log]
+    overrides = ["study=order", "task=retrieval_log", f"task.path={override_text(log)}"]
+    if references:
+        overrides.append(f"task.references={override_text(references)}")
+    overrides += rest
+    if not any(a.startswith(("model=", "model.")) for a in rest):
+        hint = "posbench ls models; or model=http://HOST:8000/v1"
+        raise UserError("model", None, "the model that answers", hint)
+    budget = Budget.parse(typed_budget) if typed_budget else None
+    console = make_console()
+    if as_json:
+        console = Console(file=sys.stderr)
+    typed = [
+        a for a in args if a not in (log, "--yes") and not a.startswith("runtime.yes")
+    ]
+    masked = map(without_typed_secrets, typed)
+    command = ["posbench", "order", log, *masked]
+    command += [f"references={references}"] if references else []
+    command += [f"budget={budget.text}"] if budget else []
+    folder = _run(overrides, budget, shlex.join(command), console, watch)
+    target = _target_folder(folder, log, [*typed, references or "", typed_budget or ""])
+    facts = _write(folder, target, shlex.join(command))
+    if as_json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        return 0
+    console.rule(f"order of {Path(log).name}")
+    for line in _lines(facts):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    page = target / "report.html"
+    console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def _as_override(arg: str) -> str:
+    """An argument as typed; an address in place of a model's name becomes that of a server."""
+    key, _, value = arg.partition("=")
+    return f"model.base_url={value}" if key == "model" and URL.fullmatch(value) else arg
+
+
+def _run(
+    overrides: Sequence[str],
+    budget: Budget | None,
+    command: str,
+    console: Console,
+    watch: Stopwatch | None,
+) -> Path:
+    """Make the run of the study; return its folder."""
+    jobs = compose(list(overrides)).composed
+    if len(jobs) > 1:
+        allowed = "one model at a time"
+        raise UserError("order", len(jobs), allowed, "posbench order for each")
+    prepared = prepare(jobs[0], budget=budget)
+    for line in prepared.warnings:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    config = replace(prepared.config, budget=budget)
+    return execute(
+        config, command=command, console=console, watch=watch, shows_result=False
+    )
+
+
+def _target_folder(folder: Path, log: str, typed: Sequence[str]) -> Path:
+    """Where the files of a comparison go: a folder for each log, model and set of overrides."""
+    name = "__".join(
+        (
+            folder_name(Path(log).stem) or "log",
+            folder.name.split("__")[0],
+            short_hash(sorted(typed)),
+        )
+    )
+    # outputs/order/vNNN/run: the results lie beside the versions.
+    return folder.parent.parent / name
+
+
+def _write(folder: Path, target: Path, command: str) -> dict[str, Any]:
+    """Write order.json, the tables and the page of a finished run; return the content of order.json."""
+    target.mkdir(parents=True, exist_ok=True)
+    tables = study_tables(folder, ["policies", "questions", "ranks"])
+    facts = dict(read_json(folder / VERDICT_FILE))
+    facts |= {"command": command, "run": str(folder)}
+    write_json(target / VERDICT_FILE, facts)
+    for name in ("policies", "questions"):
+        write_csv(target / f"{name}.csv", tables[name])
+    drawn = OrderStudy().figures(tables)
+    sections = [
+        Section(
+            "Policies",
+            "Paired against the prompts as they were retrieved, on the same questions. The intervals of the "
+            "differences hold for all policies together and whenever the questions ended; policies that were surely "
+            "worse dropped out.",
+            [
+                "policy",
+                "accuracy (%)",
+                "difference (points)",
+                "flips (%)",
+                "tokens",
+                "questions",
+                "",
+            ],
+            [_policy_cells(row) for row in facts["policies"]],
+            {name: drawn[name] for name in ("tokens",) if name in drawn},
+        ),
+        _cause_section(facts, {n: drawn[n] for n in ("ranks",) if n in drawn}),
+        Section("Use it", block=_recipe(facts)),
+        Section("Next", _next(facts), block=command),
+    ]
+    write_page(
+        target,
+        f"{Path(command.split()[2]).name}: order of the documents",
+        _headline(facts),
+        [
+            section
+            for section in sections
+            if section.block or section.rows or section.figures
+        ],
+        [folder.name.split("__")[0]],
+        provenance={"command": command},
+    )
+    return facts
+
+
+def _policy_cells(row: Mapping[str, Any]) -> list[str]:
+    """A policy as a row of the page's table."""
+    note = f"same prompts as {row['same_as']}" if row["same_as"] else ""
+    if not note and not row["in_race"]:
+        note = "dropped out"
+    if row["missing"] and row["missing"] > 0.02:
+        note = (
+            f"{note}, ".lstrip(", ") + f"{100 * row['missing']:.0f} % without an answer"
+        )
+    if row["accuracy"] is None:
+        changed = row["changed_replies"]
+        flips = "" if changed is None else f"{changed:.0f} (of the replies)"
+        return [
+            row["name"],
+            "",
+            "",
+            flips,
+            f"{row['tokens']:,.0f}",
+            str(row["n"]),
+            note,
+        ]
+    accuracy = f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
+    difference = f"{row['difference']:+.1f} [{row['difference_low']:.1f}, {row['difference_high']:.1f}]"
+    if row["name"] == AS_RETRIEVED:
+        difference = ""
+    return [
+        row["name"],
+        accuracy,
+        difference,
+        f"{row['flip_rate']:.0f}",
+        f"{row['tokens']:,.0f}",
+        str(row["n"]),
+        note,
+    ]
+
+
+def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
+    """What became of the questions as retrieved, and what the two probes say."""
+    causes = facts["causes"]
+    total = sum(causes.values())
+    rows = [
+        [name, str(count), f"{100 * count / total:.0f}"]
+        for name, count in sorted(causes.items(), key=lambda c: -c[1])
+    ]
+    texts = []
+    for name, text in (
+        ("closed_book", "without any document"),
+        ("gold_alone", "with the gold documents alone"),
+    ):
+        probe = facts["probes"].get(name)
+        if probe:
+            texts.append(
+                f"{text} {probe['value']:.1f} % [{probe['ci_low']:.1f}, {probe['ci_high']:.1f}] are right "
+                f"(n = {probe['n']})"
+            )
+    sentence = "; ".join(texts)
+    if sentence:
+        sentence = f"{sentence[0].upper()}{sentence[1:]}."
+    return Section(
+        "What an order can mend, and what not",
+        sentence,
+        ["as retrieved", "questions", "%"],
+        rows,
+        figures,
+    )
+
+
+def _headline(facts: Mapping[str, Any]) -> str:
+    """The verdict with its reason."""
+    name = facts["verdict"]
+    verdict = f"use {facts['policy']}" if name == USE else name
+    text = f"Verdict: {verdict}: {facts['reason']}."
+    if facts["needed_questions"]:
+        text += f" About {facts['needed_questions']:,} questions in all would tell."
+    return text
+
+
+def _recipe(facts: Mapping[str, Any]) -> str:
+    """Code that applies the recommended policy; empty without one."""
+    return RECIPES.get(facts["policy"], "") if facts["verdict"] == USE else ""
+
+
+def _next(facts: Mapping[str, Any]) -> str:
+    """What to do next, in words."""
+    needed = facts["needed_questions"]
+    if needed:
+        return f"Ask about {needed:,} questions, and repeat:"
+    return "The same command resumes, and repeats nothing that is there:"
+
+
+def _lines(facts: Mapping[str, Any]) -> list[str]:
+    """The result for a terminal."""
+    lines = [_headline(facts)]
+    own = [row for row in facts["policies"] if not row["same_as"]]
+    ranked = sorted(own, key=lambda row: -(row["accuracy"] or 0.0))
+    width = max(len(row["name"]) for row in ranked)
+    for row in ranked:
+        name, accuracy, difference, _, tokens, n, note = _policy_cells(row)
+        lines.append(
+            f"  {name:<{width}}  {accuracy:<20} {difference:<22} {tokens:>7} tokens  n = {n}  {note}".rstrip()
+        )
+    causes = sorted(facts["causes"].items(), key=lambda cause: -cause[1])
+    if causes:
+        lines.append(
+            "as retrieved: " + ", ".join(f"{count} {name}" for name, count in causes)
+        )
+    recipe = _recipe(facts)
+    if recipe:
+        lines += ["", *(f"    {line}" for line in recipe.splitlines()), ""]
+    return lines
