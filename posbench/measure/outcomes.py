@@ -97,15 +97,18 @@ def holds_answer(task: Task, example: Example, reply: Mapping[str, Any]) -> bool
     """Return whether a reply is an answer although it may have ended at its limit.
 
     A choice that was read is one. A reply of one token at most has no room for anything before its answer. A benchmark
-    that prescribes the length scores a reply of that length, too.
+    that prescribes the length scores a reply of that length, too. Where a method asks for a quotation first, a reply
+    that ends in it is none.
 
     Args:
         task: The task.
         example: The example as it was asked.
-        reply: Has ``output`` and, of a served choice, how it was read (``by``).
+        reply: Has ``output``; of a served choice, how it was read (``by``); and the ``quote`` before an answer.
     """
     if example.choices:
         return reply.get("by") != NO_CHOICE
+    if example.answer_cue and "quote" not in reply:
+        return False
     if (example.max_new_tokens or task.max_new_tokens) == 1 or task.prescribes_length:
         return True
     return task.has_answer(example.original or example, str(reply["output"]))

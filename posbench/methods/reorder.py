@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from posbench.errors import UserError
 from posbench.methods.prompt_change import PromptChange, ranked_items
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
+from posbench.model.lm import LM
 from posbench.schema import Seed
 
 Order = Literal[
@@ -42,8 +43,13 @@ class Reorder(PromptChange):
         seed: Of ``shuffled``: the order depends on it and on the text of the prompt alone.
     """
 
-    order: Order = "best_first"
+    order: Order
     seed: Seed = 0
+
+    @classmethod
+    def example(cls, lm: LM) -> Self:
+        """The reversed order."""
+        return cls(order="reversed")
 
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
         """The prompt with its items in the order of the method."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from posbench.errors import UserError
 from posbench.methods.prompt_change import PromptChange
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
+from posbench.model.lm import LM
 
 EMPTY_LINE = "\n\n"
 Repeated = Literal["question", "documents", "documents_and_question", "prompt"]
@@ -26,7 +27,12 @@ class Repeat(PromptChange):
     Spans of items and question are those of the last copy.
     """
 
-    part: Repeated = "prompt"
+    part: Repeated
+
+    @classmethod
+    def example(cls, lm: LM) -> Self:
+        """The whole prompt."""
+        return cls(part="prompt")
 
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
         """The prompt with that part twice."""

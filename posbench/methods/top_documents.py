@@ -1,10 +1,12 @@
 """Show the best items of a prompt alone."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from posbench.methods.prompt_change import PromptChange, ranked_items
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
+from posbench.model.lm import LM
 from posbench.schema import Count
 
 
@@ -16,7 +18,12 @@ class TopDocuments(PromptChange):
         count: Items that stay, by the data's relevance where it states one, else the first ones.
     """
 
-    count: Count = 3
+    count: Count
+
+    @classmethod
+    def example(cls, lm: LM) -> Self:
+        """Three items."""
+        return cls(count=3)
 
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
         """The prompt with its best items."""

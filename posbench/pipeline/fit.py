@@ -18,6 +18,7 @@ from posbench.measure.replies import encode_untruncated, generation_budget
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.load import CheckpointReader, torch_device
 from posbench.pipeline.config import Config
+from posbench.run.prompts import rewrite_examples
 from posbench.schema import shortened
 from posbench.tasks import Example, Task
 from posbench.tasks.items import GoldPositionTask, positions_in_fewer_items
@@ -187,9 +188,13 @@ class FitToModel:
             reply_tokens = {"max_new_tokens": max(window // 4, 1)}
             self._change("task", reply_tokens, self._window_reason)
             task = self.config.task
-        room = window - task.max_new_tokens - overhead_tokens
-        room_characters = room / (tokens_per_character * (1 + CHARACTER_MARGIN))
         examples = task.evaluation()
+        asked = self._rewritten(examples)
+        replies = [example.max_new_tokens or 0 for example in asked]
+        reply = max([task.max_new_tokens, *replies])
+        room = window - reply - overhead_tokens
+        room_characters = room / (tokens_per_character * (1 + CHARACTER_MARGIN))
+        room_characters /= _growth(examples, asked)
         sizes = [len(e.system) + len(e.prompt) + len(e.prefill) for e in examples]
         num_longer = sum(size > room_characters for size in sizes)
         if not num_longer:
@@ -370,10 +375,11 @@ class FitToModel:
         """Items per prompt that fit, by the tokens of items and of all else in the longest prompts."""
         prompts = [encode_untruncated(self.reader, example) for example in examples]
         num_items = len(examples[0].items)
+        asked = self._rewritten(examples)
         reply = max(
-            generation_budget(self.reader, task, example) for example in examples
+            generation_budget(self.reader, task, e) for e in [*examples, *asked]
         )
-        budget = self.reader.context_window - reply
+        budget = (self.reader.context_window - reply) / _growth(examples, asked)
         beside_items = max(
             _tokens_beside_items(example, prompt, num_items)
             for example, prompt in zip(examples, prompts, strict=True)
@@ -392,6 +398,13 @@ class FitToModel:
             if beside_items + item_tokens + slack <= budget:
                 return count
         return 0
+
+    def _rewritten(self, examples: Sequence[Example]) -> list[Example]:
+        """Examples as a method asks them that rewrites their text; empty where none does."""
+        method = self.config.method_under_test().trial()
+        if not (method.rewrites and method.rewrites_by_text):
+            return []
+        return rewrite_examples(self.reader, self.config.task, examples, method)
 
     # Text
 
@@ -418,6 +431,12 @@ def _longest_examples(task: Task) -> list[Example]:
         limit = min(task.limit or QUESTIONS_TO_DRAW, QUESTIONS_TO_DRAW)
         task = replace(task, limit=limit)
     return sorted(task.evaluation(), key=lambda e: len(e.prompt))[-NUM_LONGEST:]
+
+
+def _growth(examples: Sequence[Example], asked: Sequence[Example]) -> float:
+    """How many times as long the longest prompt becomes where a method rewrites it, in characters; at least 1."""
+    longest = max(len(example.prompt) for example in examples)
+    return max([longest, *(len(example.prompt) for example in asked)]) / longest
 
 
 def _tokens_beside_items(example: Example, prompt: Encoded, num_items: int) -> float:

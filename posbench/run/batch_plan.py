@@ -213,8 +213,7 @@ class BatchPlan(Plan):
         for subject in self._subjects:
             prompts = self._prompts[id(subject)]
             if id(prompts) not in batches_of_prompts:
-                batches = self.make_batches(examples, prompts, BatchShape())
-                batches_of_prompts[id(prompts)] = batches
+                batches_of_prompts[id(prompts)] = self._batches_of(subject, examples)
             for batch in batches_of_prompts[id(prompts)]:
                 order += [Request(subject, example) for example in batch]
         return order
@@ -225,8 +224,7 @@ class BatchPlan(Plan):
         by_prefill = dict[str, list[Subject]]()
         for index, subject in enumerate(self._subjects):
             if id(subject) in self._rewritten:
-                prompts = self._prompts[id(subject)]
-                for batch in self.make_batches(examples, prompts, BatchShape()):
+                for batch in self._batches_of(subject, examples):
                     group = PrefillGroup(batch, None, [subject.method])
                     self._add_group(number, group, [subject], [batch])
             else:
@@ -256,6 +254,21 @@ class BatchPlan(Plan):
             for batch in single_batches:
                 group = PrefillGroup(batch, None, methods)
                 self._add_group(number, group, members, [batch])
+
+    def _batches_of(
+        self, subject: Subject, examples: Sequence[Example]
+    ) -> list[list[Example]]:
+        """Examples in batches of the size and the length of replies that a subject's own prompts need."""
+        prompts = self._prompts[id(subject)]
+        rewritten = self._rewritten.get(id(subject))
+        if rewritten is None:
+            return self.make_batches(examples, prompts, BatchShape())
+        by_id = {example.id: example for example in examples}
+        asked = [rewritten[example.id].example for example in examples]
+        return [
+            [by_id[example.id] for example in batch]
+            for batch in self.make_batches(asked, prompts, BatchShape())
+        ]
 
     def _saves_tokens(self, examples: Sequence[Example], num_methods: int) -> bool:
         """Whether a shared prefill reads so much less than each prompt under each method that it is worth a store."""
@@ -355,7 +368,7 @@ class BatchPlan(Plan):
         """See :meth:`posbench.run.plan.Plan.proof`."""
         subject = request.subject
         asked = self.asked_prompt(request)
-        decoding = decoding_of(subject.run.task, request.example)
+        decoding = decoding_of(subject.run.task, asked.example)
         cached = (id(subject), decoding)
         if cached not in self._computations:
             computation = computation_digest(subject.run, subject.method, decoding)
@@ -464,9 +477,10 @@ class BatchPlan(Plan):
 
     def _reply_tokens(self, request: Request) -> int:
         """Tokens that a reply may have; none where a choice is scored."""
-        if request.example.choices:
+        asked = self.asked_prompt(request).example
+        if asked.choices:
             return 0
-        return generation_budget(self.lm, request.subject.run.task, request.example)
+        return generation_budget(self.lm, request.subject.run.task, asked)
 
     def parts(self, batch: Sequence[Request]) -> list[Sequence[Request]]:
         """A batch in the parts that :meth:`applied` takes: whole, or method by method where these cannot share it.

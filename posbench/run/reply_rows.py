@@ -55,6 +55,8 @@ def make_row(run: Run, asked: Example, encoded: Encoded, reply: Row) -> Row:
         row["rewritten_prompt"] = asked.prompt
     if asked.max_new_tokens != example.max_new_tokens:
         row["max_new_tokens"] = asked.max_new_tokens
+    if asked.answer_cue:
+        row["answer_cue"] = asked.answer_cue
     return row
 
 
@@ -75,6 +77,7 @@ FIELDS_OF_EXAMPLE = (
     "other_gold",
     "rewritten_prompt",
     "max_new_tokens",
+    "answer_cue",
 )
 """Fields of a row that follow from its example, its method and the prompt."""
 FIELDS_OF_SCORE = ("scores", "outcome", "reason")
@@ -104,8 +107,11 @@ def rescored_row(task: Task, example: Example, row: Row) -> Row:
     if row.get("outcome") not in (ANSWERED, CUT):
         return row
     # A method may have asked for a longer reply.
-    tokens = row.get("max_new_tokens", example.max_new_tokens)
-    asked = replace(example, max_new_tokens=tokens)
+    asked = replace(
+        example,
+        max_new_tokens=row.get("max_new_tokens", example.max_new_tokens),
+        answer_cue=str(row.get("answer_cue", "")),
+    )
     decision = decide_outcome(
         str(row["output"]),
         str(row.get("finish", "")),
