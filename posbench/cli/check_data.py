@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,7 +17,8 @@ from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
-from posbench.tasks.own_data import OwnData
+from posbench.tasks.own_data import OwnData, holds_log
+from posbench.tasks.retrieval_log import RetrievalLog
 
 EDGE_CHARACTERS = 1500
 """Shown at both ends of a long prompt."""
@@ -29,9 +32,10 @@ Facts = list[tuple[str, str]]
 def check_data(args: list[str]) -> int:
     """Print what a data file holds and the command that asks it, or what is wrong with its lines.
 
-    usage: posbench check-data FILE [OVERRIDES] [--config-dir DIR]
+    usage: posbench check-data FILE [references=FILE] [OVERRIDES] [--config-dir DIR]
 
-      FILE       a file of your own, of the kinds that docs/own_data.md shows; or of a benchmark
+      FILE       a file of your own, of the kinds that docs/own_data.md shows; a retrieval log; or of a benchmark
+      references reference answers for a retrieval log that holds none
       OVERRIDES  task=NAME for a benchmark's file, any key of the task (task.positions=[0,4]), and
                  model=NAME_OR_DIR for lengths in its tokens, and whether it can be asked the file
 
@@ -47,13 +51,19 @@ def check_data(args: list[str]) -> int:
             "a file, then keys to set",
             "posbench check-data FILE",
         )
-    file, *overrides = args
+    file, *given = args
+    overrides = [
+        f"task.{override}" if override.startswith("references=") else override
+        for override in given
+    ]
     path = file
     if not UNQUOTED_PATH.fullmatch(file):
         path = "'" + re.sub(r"(['\\])", r"\\\1", file) + "'"
     asked_overrides = [f"task.path={path}", *overrides]
     if not _sets(overrides, "task="):
-        asked_overrides.insert(0, "task=own_data")
+        is_log = holds_log(Path(file).expanduser())
+        name = "retrieval_log" if is_log else "own_data"
+        asked_overrides.insert(0, f"task={name}")
     has_model = _sets(overrides, "model")
     # Without a model the prompts have no model's own template.
     model = [] if has_model else ["model=hf"]
@@ -66,6 +76,8 @@ def check_data(args: list[str]) -> int:
         if items:
             task = replace(task, items_per_prompt=items)
             asked_overrides.append(f"task.items_per_prompt={items}")
+    elif isinstance(task, RetrievalLog):
+        facts = _log_facts(task)
     faults = Faults()
     run: PreparedRun | None = None
     if has_model:
@@ -85,6 +97,8 @@ def check_data(args: list[str]) -> int:
         print(f"{name:<10}{text}")
     _print_prompt(examples[0])
     faults.raise_any()
+    if isinstance(task, RetrievalLog):
+        _print_log_commands(task, file, given, asked_overrides)
     print(f"\nto run it:\n\n    {shlex.join(['posbench', *asked_overrides])}")
     return 0
 
@@ -114,6 +128,63 @@ def _file_facts(task: OwnData) -> Facts:
             )
         )
     return facts
+
+
+def _log_facts(task: RetrievalLog) -> Facts:
+    """Facts about a retrieval log."""
+    log = task.log
+    questions = log.questions
+    num_scored = sum(question.answers is not None for question in questions)
+    numbers = Counter(
+        -1 if question.gold is None else min(len(question.gold), 2)
+        for question in questions
+    )
+    labels = {1: "one", 2: "several", 0: "named, but not retrieved", -1: "not known"}
+    gold = [
+        f"{label} in {numbers[key]}" for key, label in labels.items() if numbers[key]
+    ]
+    return [
+        ("shape", log.shape),
+        ("read", f"{len(questions)} of {log.num_read} {log.units}"),
+        (
+            "answers",
+            f"{num_scored} with a reference, {len(questions) - num_scored} without",
+        ),
+        ("gold", f"{', '.join(gold)} questions"),
+        ("documents", f"{_spread([len(q.documents) for q in questions])} a question"),
+        *(("note", line) for line in task.notes()),
+    ]
+
+
+def _print_log_commands(
+    task: RetrievalLog, file: str, given: Sequence[str], asked: Sequence[str]
+) -> None:
+    """Print the commands that compare orders, and move the gold document, on a retrieval log.
+
+    Args:
+        task: The task.
+        file: The log.
+        given: What was typed after it.
+        asked: Arguments of the run in the logged order.
+    """
+    model = [text for text in asked if text.startswith("model")]
+    references = [text for text in given if "references=" in text]
+    short = [text.removeprefix("task.") for text in references]
+    order = shlex.join(["posbench", "order", file, *short, *model])
+    print(f"\nto compare orders of the documents:\n\n    {order}")
+    own = OwnData(path=task.path, references=task.references)
+    try:
+        num_questions = len(own.own.records)
+    except UserError as error:
+        print(f"\nthe gold document cannot be moved: {error.allowed}")
+        return
+    items = _items_to_set(own)
+    overrides = [
+        text for text in asked if text.startswith(("task.path=", "task.references="))
+    ]
+    overrides += [f"task.items_per_prompt={items}"] if items else []
+    command = shlex.join(["posbench", "task=own_data", *overrides, *model])
+    print(f"\nto move the gold document of {num_questions} questions:\n\n    {command}")
 
 
 def _items_to_set(task: OwnData) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +14,15 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 from annotated_types import Ge, MaxLen, MinLen
 from pydantic import BaseModel, Field, Strict, StringConstraints, ValidationError
 
-from posbench.errors import Faults
+from posbench.errors import Faults, UserError
 from posbench.schema import Several, describe_type
 from posbench.tasks.base import Example
 from posbench.tasks.items import Positions, gold_indices
+from posbench.tasks.logs import Log, LoggedQuestion, read_log
+from posbench.tasks.logs import fields as log_fields
+from posbench.tasks.logs.base import Entry, Skips
+from posbench.tasks.logs.entries import read_entries
+from posbench.tasks.logs.read import recognise
 from posbench.tasks.nq_multidoc import INSTRUCTION
 from posbench.tasks.own_questions import (
     Match,
@@ -42,6 +48,18 @@ Answers = Annotated[tuple[Answer, ...], MinLen(1)]
 DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
+LOG_SUFFIXES = (".json", ".csv", ".tsv")
+"""Suffixes of files that are not JSON lines, as this task's own form is."""
+LOG_FIELDS = {
+    *log_fields.QUESTION,
+    *log_fields.REFERENCES,
+    *log_fields.REPLY,
+    *log_fields.GOLD_IDS,
+    *log_fields.GOLD_INDICES,
+    *log_fields.GOLD_TEXTS,
+    log_fields.ANSWER,
+} - {"question", "answers", "gold", "id"}
+"""Fields of retrieval logs that this task's own form does not have."""
 RESERVED_SUBSETS = ("all", "nan")
 """Forbidden names of subsets: the average over subsets, and the name that tables read as missing."""
 
@@ -191,11 +209,17 @@ class ParsedFile(NamedTuple):
         kind: The kind of its records.
         records: The records.
         unread: Fields of the lines that nothing reads.
+        lines: Number of the line of each record, by its id.
+        log: The retrieval log that the records were taken from; None: a file of this task's own form.
+        notes: What was not taken from the log, and why.
     """
 
     kind: type[Record]
     records: list[Any]
     unread: list[str]
+    lines: dict[str, int]
+    log: Log | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -237,7 +261,123 @@ def parse_file(file: Path) -> ParsedFile:
         return record.model_copy(update={"id": name})
 
     records = parse_rows(read_data_rows("path", file, faults=faults), parse, faults)
-    return ParsedFile(kind, records, sorted(names - kind.model_fields.keys()))
+    unread = sorted(names - kind.model_fields.keys())
+    return ParsedFile(kind, records, unread, line_of_id)
+
+
+def holds_log(file: Path) -> bool:
+    """Whether a file or folder is a retrieval log, not one of this task's own form (nor one that cannot be read)."""
+    if file.is_dir() or file.suffix in LOG_SUFFIXES:
+        return True
+    try:
+        entries = read_entries(file, "path", Skips()).entries
+    except UserError:
+        return False
+    for entry in entries:
+        for name, kind in KINDS.items():
+            if name in entry.fields:
+                return not _has_own_form(kind, entry)
+    return recognise(entries) is not None
+
+
+def _has_own_form(kind: type[Record], entry: Entry) -> bool:
+    """Whether a line with a field of a kind is meant to be of that kind, though it may have faults."""
+    fields = entry.fields
+    if kind in (Items, Choices) or recognise([entry]) is None:
+        return True
+    if kind is LongText:
+        return isinstance(fields["context"], str)
+    try:
+        kind.model_validate(fields)
+    except ValidationError:
+        documents = fields["documents"]
+        items = documents if isinstance(documents, list) else []
+        has_own_documents = all(
+            isinstance(item, dict) and item.keys() <= {"text", "title"}
+            for item in items
+        )
+        return has_own_documents and not LOG_FIELDS & fields.keys()
+    return True
+
+
+def records_of_log(log: Log, path: str) -> ParsedFile:
+    """The questions of a retrieval log that have a reference and a gold document, as documents of which one moves.
+
+    Of several gold documents the first in the log moves.
+
+    Args:
+        log: The log.
+        path: Its path, for messages.
+
+    Raises:
+        UserError: No question has both.
+    """
+    records = []
+    lines = {}
+    skipped: Counter[str] = Counter()
+    for name, question in zip(log.names, log.questions, strict=True):
+        reason = _why_not_moved(question)
+        if reason:
+            skipped[reason] += 1
+            continue
+        gold, *other_gold = question.gold or ()
+        documents = [
+            Document(text=document.text, title=document.title or "")
+            for document in question.documents
+        ]
+        record = Documents(
+            question=question.question,
+            id=name,
+            subset="",
+            gold=gold,
+            other_gold=tuple(other_gold),
+            answers=question.answers or (),
+            documents=tuple(documents),
+        )
+        if _repeats_gold(record):
+            skipped["a second copy of the gold document"] += 1
+            continue
+        records.append(record)
+        lines[name] = question.line
+    total = len(log.questions)
+    notes = [
+        f"{count} of {total} questions are left out: {reason}"
+        for reason, count in skipped.items()
+    ]
+    if not records:
+        value = f"{path} ({log.shape})"
+        allowed = f"a log with references, and with gold documents that were retrieved; {', '.join(notes)}"
+        hint = (
+            "give task.references=FILE, or ask in the logged order: task=retrieval_log"
+        )
+        refuse("path", value, allowed, hint)
+    num_several = sum(bool(record.other_gold) for record in records)
+    if num_several:
+        notes.append(
+            f"{num_several} of {len(records)} questions have several gold documents: the first moves, the others stay"
+        )
+    return ParsedFile(Documents, records, [], lines, log, tuple(notes))
+
+
+def _why_not_moved(question: LoggedQuestion) -> str:
+    """Why a logged question has no gold document to move; empty if it has one."""
+    if question.answers is None:
+        return "no reference"
+    if question.gold is None:
+        return "no gold document is known"
+    if not question.gold:
+        return "the gold document was not retrieved"
+    return "a single document" if len(question.documents) < 2 else ""
+
+
+def _repeats_gold(record: RecordWithGold) -> bool:
+    """Whether the gold item stands a second time among those that are not gold."""
+    texts = [record.text(0, part).strip() for part in record.parts()]
+    all_gold = {record.gold, *record.other_gold}
+    return any(
+        index not in all_gold and text == texts[record.gold]
+        for index, text in enumerate(texts)
+    )
 
 
 def _kind_of(file: Path) -> type[Record]:
@@ -327,10 +467,12 @@ def order_with_gold_at(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnData(OwnQuestions):
-    """Your own questions, from a file whose fields define its kind; see docs/own_data.md.
+    """Your own questions, from a file whose fields define its kind, or from a retrieval log; see docs/own_data.md.
 
     Args:
-        path: The file, with a JSON object per line (``.jsonl``, ``.jsonl.gz``).
+        path: The file, with a JSON object per line (``.jsonl``, ``.jsonl.gz``), or the retrieval log, of which the
+            questions with a reference and a gold document are asked.
+        references: File of reference answers for a retrieval log that holds none.
         subsets: Names of the subsets to ask; None: all.
         positions: Positions of the gold item or document; each question is asked at every one.
         items_per_prompt: From longer lists the last non-gold items are left out. None: all, if every line has the same
@@ -340,6 +482,8 @@ class OwnData(OwnQuestions):
         separator: Text between items, documents or choices.
         match: ``words``: an answer must occur in the reply as whole words, so that "no" is not found in "know", nor
             "42" in "1429"; ``text``: it may be part of a word. In scripts without spaces both are the same.
+        calibration_share: Share of the questions that searches and their checks ask, and the evaluation does not.
+        seed: Chooses these questions.
 
     Score: 1 if an accepted answer occurs in the reply, letter case ignored, also where the reply denies it ("not Mark
     Twain"); of choices, if the likeliest letter is the right one.
@@ -356,8 +500,14 @@ class OwnData(OwnQuestions):
 
     @cached_property
     def own(self) -> ParsedFile:
-        """The content of the file; see :func:`parse_file`."""
-        return parse_file(self.place())
+        """The content of the file, see :func:`parse_file`, or of a retrieval log."""
+        file = self.place()
+        if holds_log(file):
+            return records_of_log(read_log(file, self.references_file), str(self.path))
+        if self.references:
+            allowed = f"no references: {self.path} is no retrieval log, and has its own answers"
+            refuse("references", self.references, allowed, "task.references=null")
+        return parse_file(file)
 
     @property
     def items(self) -> int | None:  # type: ignore[override]
@@ -395,16 +545,6 @@ class OwnData(OwnQuestions):
         return gold_indices("positions", self.positions, "items_per_prompt", items)
 
     @cached_property
-    def _line_of(self) -> dict[str, int]:
-        """Map the id of each record to the number of its line."""
-        lines = read_data_rows("path", self.place())
-        numbers = [number for number, _ in lines]
-        return {
-            record.id: number
-            for record, number in zip(self.own.records, numbers, strict=True)
-        }
-
-    @cached_property
     def _question_ids(self) -> dict[str, str]:
         """Map the id of each record to the id of the first one with the same contents."""
         first_id: dict[str, str] = {}
@@ -415,7 +555,7 @@ class OwnData(OwnQuestions):
 
     def notes(self) -> list[str]:
         """See :meth:`Task.notes`."""
-        notes = []
+        notes = [*self.own.log.notes(), *self.own.notes] if self.own.log else []
         records = self.own.records
         num_repeated = sum(name != first for name, first in self._question_ids.items())
         if num_repeated:
@@ -461,14 +601,14 @@ class OwnData(OwnQuestions):
     def how_to_shorten(self, example: Example) -> str:
         """See :meth:`Task.how_to_shorten`: names the line, and its longest item or document."""
         if not example.items:
-            line = self._line_of[example.id]
+            line = self.own.lines[example.id]
             return f"{super().how_to_shorten(example)}, or shorten line {line} of {self.path}"
         name = example.id.partition("-")[2]
         record = next(record for record in self.own.records if record.id == name)
         texts = [record.text(0, part) for part in record.parts()]
         longest = max(range(len(texts)), key=lambda index: len(texts[index]))
         return (
-            f"shorten {self.own.kind.holds}[{longest}] on line {self._line_of[name]} of {self.path} "
+            f"shorten {self.own.kind.holds}[{longest}] on line {self.own.lines[name]} of {self.path} "
             f"({len(texts[longest]):,} characters), or split it into shorter ones"
         )
 

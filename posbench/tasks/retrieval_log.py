@@ -53,21 +53,13 @@ class RetrievalLog(OwnQuestions):
         shown = tuple(first_documents(q, self.max_documents) for q in log.questions)
         return Log(**{**vars(log), "questions": shown})
 
-    @cached_property
-    def _ids(self) -> list[str]:
-        """Name of each question: its id, or the number of its line where ids are missing or occur twice."""
-        ids = [question.id for question in self.log.questions]
-        if all(ids) and len(set(ids)) == len(ids):
-            return [str(name) for name in ids]
-        return [str(question.line) for question in self.log.questions]
-
     def notes(self) -> list[str]:
         """See :meth:`Task.notes`."""
         log = self.log
         total = len(log.questions)
         notes = log.notes()
         num_unscored = sum(question.answers is None for question in log.questions)
-        if num_unscored:
+        if 0 < num_unscored < total:
             notes.append(
                 f"{num_unscored} of {total} questions have no reference and no score"
             )
@@ -101,7 +93,7 @@ class RetrievalLog(OwnQuestions):
     def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
         first_id: dict[str, str] = {}
-        for name, question in zip(self._ids, self.log.questions, strict=True):
+        for name, question in zip(self.log.names, self.log.questions, strict=True):
             documents = question.documents
             texts = [unnumbered_text(d.title, d.text) for d in documents]
             template = self.template or Documents.template
@@ -127,7 +119,7 @@ class RetrievalLog(OwnQuestions):
 
     def how_to_shorten(self, example: Example) -> str:
         """See :meth:`Task.how_to_shorten`: names the line, and its longest document."""
-        question = self.log.questions[self._ids.index(example.id)]
+        question = self.log.questions[self.log.names.index(example.id)]
         sizes = [len(document.text) for document in question.documents]
         longest = max(range(len(sizes)), key=sizes.__getitem__)
         return (

@@ -82,7 +82,7 @@ class Log:
 
     Attributes:
         shape: Name of the shape, such as ``LangChain retrieval chain``.
-        unit: What the log consists of: ``line``, ``entry`` (of an array), ``row`` or ``span``.
+        unit: What the log consists of: ``line``, ``entry`` (of an array), ``row``, ``span`` or ``query``.
         num_read: Number of these.
         questions: The questions, in the order of the log.
         problems: What was skipped.
@@ -98,11 +98,24 @@ class Log:
     remarks: tuple[str, ...] = ()
     are_distances: bool = False
 
+    @property
+    def names(self) -> list[str]:
+        """Unique names of the questions: their ids, or the numbers of their lines if ids are missing or repeated."""
+        ids = [question.id for question in self.questions]
+        if all(ids) and len(set(ids)) == len(ids):
+            return [str(name) for name in ids]
+        return [str(question.line) for question in self.questions]
+
+    @property
+    def units(self) -> str:
+        """The plural of ``unit``."""
+        return plural(self.unit)
+
     def notes(self) -> list[str]:
         """What was skipped, and how the log was read: a line for each kind."""
         lines = []
         for problem in self.problems:
-            line = f"{problem.count} of {self.num_read} {self.unit}s skipped ({problem.reason}), "
+            line = f"{problem.count} of {self.num_read} {self.units} skipped ({problem.reason}), "
             line += f"the first is {self.unit} {problem.line}"
             if problem.right:
                 line += f"; right: {problem.right}"
@@ -160,6 +173,11 @@ class Skips:
             right = self.right if right is None else right
             problems.append(Problem(reason, len(numbers), min(numbers), right))
         return tuple(sorted(problems, key=lambda problem: -problem.count))
+
+
+def plural(unit: str) -> str:
+    """The plural of a unit such as ``entry``."""
+    return f"{unit[:-1]}ies" if unit.endswith("y") else f"{unit}s"
 
 
 def indices_of(values: Iterable[bool]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from posbench.tasks.logs.base import (
     Skip,
     Skips,
     indices_of,
+    plural,
 )
 from posbench.tasks.logs.entries import Entries, read_entries
 from posbench.tasks.logs.fields import (
@@ -81,7 +82,7 @@ def read_log(path: Path | str, references: Path | str | None = None) -> Log:
     num_read = len(questions) + sum(problem.count for problem in problems)
     if not questions:
         _refuse_all(file, shape, unit, num_read, skips)
-    lines = [f"{text}: {count} {unit}s" for text, count in remarks.items()]
+    lines = [f"{text}: {count} {plural(unit)}" for text, count in remarks.items()]
     if shape is not FOLDER:
         lines += _field_remarks(shape, seen, questions)
     if references is not None:
@@ -128,7 +129,7 @@ def _shape_of(file: Path, found: Entries, skips: Skips) -> Shape:
     if shape is not None:
         return shape
     if not found.entries:
-        value = f"{file}, none of whose {found.num_read} {found.unit}s is a JSON object or whole row"
+        value = f"{file}, none of whose {found.num_read} {plural(found.unit)} is a JSON object or whole row"
     else:
         keys = ", ".join(map(str, found.entries[0].fields)) or "none"
         value = f"{file} with fields {keys[:120]}"
@@ -146,11 +147,14 @@ def _refuse_all(
         problems_text, right = f"it has no {unit} with documents", shape.right
     else:
         problem = problems[0]
-        problems_text = f"{problem.count} of {num_read} {unit}s: {problem.reason} (first: {unit} {problem.line})"
+        problems_text = f"{problem.count} of {num_read} {plural(unit)}: {problem.reason} (first: {unit} {problem.line})"
         right = problem.right or shape.right
     value = f"{file} as {shape.name}"
     refuse(
-        "path", value, f"{unit}s that can be read; {problems_text}", f"write {right}"
+        "path",
+        value,
+        f"{plural(unit)} that can be read; {problems_text}",
+        f"write {right}",
     )
 
 
@@ -161,16 +165,18 @@ def _field_remarks(
     if all(question.answers is None for question in questions):
         if any(question.reply is not None for question in questions):
             return [
-                "the log holds the model's replies, and no references: give references=FILE"
+                "the log holds the model's replies, but no references, and so no scores: give task.references=FILE"
             ]
-        return ["the log holds no references: give references=FILE"]
+        return [
+            "the log holds no references, and so no scores: give task.references=FILE"
+        ]
     if (
         shape.extract is extract_plain
         and names.ANSWER in seen
         and not seen & set(names.REFERENCES)
     ):
         return [
-            'the field "answer" is read as the reference: if it is the model\'s reply, give references=FILE'
+            'the field "answer" is read as the reference: if it is the model\'s reply, give task.references=FILE'
         ]
     return []
 

@@ -225,7 +225,7 @@ def _gather_promptfoo(entries: list[Entry], skips: Skips) -> list[Entry]:
     kept = []
     for entry in entries:
         test = entry.fields.get("testIdx")
-        if isinstance(test, int):
+        if isinstance(test, int) and not isinstance(test, bool):
             if test in seen:
                 reason = "the same test under another prompt or provider"
                 skips.add(entry.number, reason, "")

@@ -41,7 +41,7 @@ def gather_spans(entries: list[Entry], skips: Skips) -> list[Entry]:
         documents = _documents(attributes)
         if documents is None:
             continue
-        if _parent(span) in retrievers:
+        if _parent(span) in retrievers - {""}:
             skips.add(number, "a retriever's span inside another one's", "")
             continue
         with skips.collecting(number):
