@@ -69,6 +69,21 @@ DEFAULT_POLICIES = (
 )
 VERDICT_FILE = "order.json"
 
+QUESTION_COLUMNS = [
+    "id",
+    "documents",
+    "gold_rank",
+    "score",
+    "cause",
+    "wrong_document",
+    "closed_book",
+    "gold_alone",
+    "right_under",
+]
+"""Columns of ``questions.csv``."""
+RANK_COLUMNS = ["policy", "rank", "accuracy", "ci_low", "ci_high", "n"]
+"""Columns of ``ranks.csv``."""
+
 Cause = Literal[
     "right",
     "gold not retrieved",
@@ -259,7 +274,7 @@ class OrderStudy(Study):
         run.out.write_json(VERDICT_FILE, facts)
         return {
             "policies": pd.DataFrame(table),
-            "questions": pd.DataFrame(causes),
+            "questions": pd.DataFrame(causes, columns=QUESTION_COLUMNS),
             "ranks": _rank_table(examples, scores, (AS_RETRIEVED, leader)),
         }
 
@@ -673,13 +688,13 @@ def _rank_table(
                     "n": estimate.n,
                 }
             )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=RANK_COLUMNS)
 
 
 @plot.styled
 def _draw_tokens(policies: pd.DataFrame) -> Figure:
     """Accuracy over tokens, a point for each policy with prompts of its own."""
-    own = policies[policies["same_as"].fillna("") == ""].dropna(subset=["accuracy"])
+    own = policies[policies["same_as"].isna()].dropna(subset=["accuracy"])
     figure, axes = plot.new_figure(plot.PAGE, 3.2, n=own["n"])
     base = own[own["name"] == AS_RETRIEVED]
     if len(base):

@@ -1,0 +1,252 @@
+"""``posbench order`` on logs that simulated readers answer behind a server."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Result
+from tests.readers import CURVES, reading, reply_of, write_log
+
+Call = Callable[..., Result]
+POLICIES = "study.policies=[reversed,best_first,both_ends,top_3,question_first_and_last]"
+PROMPT_PRICE, REPLY_PRICE = 1.0, 2.0
+PRICE = f"model.price=[{PROMPT_PRICE},{REPLY_PRICE}]"
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    (file,) = (folder / "outputs" / "order").glob("*/order.json")
+    facts: dict[str, Any] = json.loads(file.read_text())
+    return facts
+
+
+def accuracy_by_hand(
+    log: Path,
+    curve: str,
+    seed: int,
+    names: set[str],
+    arrange: Callable[[list[Any]], list[Any]],
+) -> float:
+    """Share of questions that the reader answers on documents in an order made here, without posbench."""
+    right = []
+    for line in map(json.loads, log.read_text().splitlines()):
+        if line["id"] in names:
+            texts = [document["text"] for document in arrange(line["contexts"])]
+            prompt = "\n".join([*texts, line["query"]])
+            reply = reply_of(prompt, CURVES[curve], seed)
+            right.append(bool(re.search(rf"\b{line['answers'][0]}\b", reply)))
+    return 100 * sum(right) / len(right)
+
+
+def test_every_policy_is_measured_on_the_prompts_that_its_rule_makes(
+    posbench: Call, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 70, 7, seed=3)
+    with reading(CURVES["recency"], 3) as server:
+        args = ("order", str(log), f"model={server.url}", POLICIES, PRICE, "--yes")
+        result = posbench(*args)
+        num_prompts = len(server.prompts)
+        again = posbench(*args)
+        assert len(server.prompts) == num_prompts, (
+            "a finished comparison asks nothing again"
+        )
+        totals = dict(server.totals)
+    assert result.status == 0, result.err
+    assert again.status == 0
+    facts = facts_of(tmp_path)
+    policies = {row["name"]: row for row in facts["policies"]}
+    assert policies["best_first"]["same_as"] == "as_retrieved"
+    assert policies["best_first"]["accuracy"] == policies["as_retrieved"]["accuracy"]
+    run = Path(facts["run"])
+    if not run.is_absolute():
+        run = tmp_path / run
+    rows = [
+        json.loads(line)
+        for line in (run / "predictions.jsonl").read_text().splitlines()
+    ]
+    arrangements: dict[str, Callable[[list[Any]], list[Any]]] = {
+        "as_retrieved": lambda documents: documents,
+        "reversed": lambda documents: documents[::-1],
+        "top_3": lambda documents: documents[:3],
+    }
+    for name, arrange in arrangements.items():
+        names = {row["id"] for row in rows if row["method"] == name}
+        by_hand = accuracy_by_hand(log, "recency", 3, names, arrange)
+        assert policies[name]["accuracy"] == pytest.approx(by_hand, abs=0.01)
+    assert (facts["verdict"], facts["policy"]) == ("use", "reversed")
+    assert "documents[::-1]" in result.out
+    # The estimate before the first prompt, against the tokens that the server counted.
+    (estimate,) = re.findall(r"about ([0-9.]+) usd", result.out)[:1]
+    cost = (totals["read"] * PROMPT_PRICE + totals["written"] * REPLY_PRICE) / 1e6
+    assert float(estimate) >= 0.95 * cost
+    if all(row["in_race"] for row in facts["policies"]):
+        assert float(estimate) == pytest.approx(cost, rel=0.05)
+
+
+def test_a_flat_reader_is_left_alone_and_the_json_is_printed(
+    posbench: Call, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 60, 5, seed=1)
+    with reading(CURVES["flat_95"], 1) as server:
+        result = posbench(
+            "order",
+            str(log),
+            f"model={server.url}",
+            "study.policies=[reversed,both_ends]",
+            "--yes",
+            "--json",
+        )
+    assert result.status == 0, result.err
+    printed = json.loads(result.out[result.out.index("{") :])
+    assert printed == facts_of(tmp_path)
+    # An order changes nothing, so that all replies are the same.
+    assert {row["flip_rate"] for row in printed["policies"]} == {0.0}
+    assert printed["verdict"] in ("leave", "cannot tell")
+    assert printed["policy"] == "as_retrieved"
+
+
+def test_causes_tell_apart_what_no_order_can_mend(
+    posbench: Call, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 40, 5, seed=2)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    # Of every fourth question the gold document was not retrieved.
+    for line in lines[::4]:
+        line["gold_doc_id"] = "none"
+        line["contexts"] = [
+            d for d in line["contexts"] if line["answers"][0] not in d["text"]
+        ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with reading(lambda index, count: 1.0, 2) as server:
+        result = posbench(
+            "order",
+            str(log),
+            f"model={server.url}",
+            "study.policies=[reversed]",
+            "study.held_back=0",
+            "--yes",
+        )
+    assert result.status == 0, result.err
+    facts = facts_of(tmp_path)
+    assert facts["probes"]["closed_book"]["value"] == 0
+    (file,) = (tmp_path / "outputs" / "order").glob("*/questions.csv")
+    with file.open() as table:
+        causes = {row["id"]: row["cause"] for row in csv.DictReader(table)}
+    for number in range(40):
+        expected = "right"
+        if number % 4 == 0:
+            expected = "gold not retrieved"
+        if f"q{number}" in causes:
+            assert causes[f"q{number}"] == expected, number
+
+
+def test_without_references_nothing_is_judged(posbench: Call, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 20, 5, seed=4)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    references = tmp_path / "references.csv"
+    with references.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question", "answers"])
+        writer.writerows([line["query"], line["answers"][0]] for line in lines)
+    for line in lines:
+        del line["answers"]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with reading(CURVES["primacy"], 4) as server:
+        common = (
+            "order",
+            str(log),
+            f"model={server.url}",
+            "study.policies=[reversed]",
+            "--yes",
+        )
+        result = posbench(*common)
+        assert result.status == 0, result.err
+        facts = facts_of(tmp_path)
+        assert facts["verdict"] == "cannot tell"
+        assert facts["policies"][1]["accuracy"] is None
+        assert facts["policies"][1]["changed_replies"] > 0
+        joined = posbench(*common, f"references={references}")
+    assert joined.status == 0, joined.err
+    assert "%" not in joined.err
+    newest = max(
+        (tmp_path / "outputs" / "order").glob("*/order.json"),
+        key=lambda f: f.stat().st_mtime_ns,
+    )
+    assert json.loads(newest.read_text())["policies"][1]["accuracy"] is not None
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), ("order", "one log")),
+        (("log.jsonl",), ("model",)),
+        (
+            ("log.jsonl", "model=tiny", "study.policies=[scale_channel]"),
+            ("study.policies", "scale_channel"),
+        ),
+        (("missing.jsonl", "model=tiny"), ("missing.jsonl",)),
+    ],
+)
+def test_bad_input_is_one_line(
+    posbench: Call,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
+    words: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "log.jsonl", 8, 4, seed=0)
+    result = posbench("order", *args)
+    assert result.status == 2
+    for word in words:
+        assert word in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(CURVES))
+def test_the_right_policy_in_18_of_20_seeds(
+    posbench: Call, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The winner is within a point of the best policy that the reader's curve allows, or none is recommended."""
+    num_right = 0
+    for seed in range(20):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        log = folder / "log.jsonl"
+        write_log(log, 150, 8, seed)
+        rng = random.Random(seed)
+        with reading(CURVES[kind], rng.randrange(10**6)) as server:
+            result = posbench(
+                "order",
+                str(log),
+                f"model={server.url}",
+                "--yes",
+                "study.probes=0",
+                "study.policies=[reversed,both_ends,both_ends_haystack,shuffled,top_1,top_3]",
+            )
+        assert result.status == 0, result.err
+        facts = facts_of(folder)
+        in_race = [
+            row for row in facts["policies"] if row["in_race"] and not row["same_as"]
+        ]
+        best = max(row["accuracy"] for row in in_race)
+        chosen = next(row for row in in_race if row["name"] == facts["policy"])
+        if kind.startswith("flat"):
+            num_right += facts["verdict"] != "use"
+        else:
+            num_right += (
+                chosen["accuracy"] >= best - 1.0 or facts["verdict"] == "cannot tell"
+            )
+    assert num_right >= (19 if kind.startswith("flat") else 18)
