@@ -18,10 +18,10 @@ Curve = Callable[[int, int], float]
 CURVES: dict[str, Curve] = {
     "primacy": lambda i, n: 0.95 - 0.6 * i / max(n - 1, 1),
     "recency": lambda i, n: 0.35 + 0.6 * i / max(n - 1, 1),
-    "u": lambda i, n: 0.35 + 0.6 * abs(2 * i / max(n - 1, 1) - 1),
-    "inverted_u": lambda i, n: 0.95 - 0.6 * abs(2 * i / max(n - 1, 1) - 1),
+    "u": lambda i, n: 0.2 + 0.75 * abs(2 * i / max(n - 1, 1) - 1),
+    "inverted_u": lambda i, n: 0.95 - 0.75 * abs(2 * i / max(n - 1, 1) - 1),
     "first_three": lambda i, n: 0.95 if i < 3 else 0.05,
-    "distractors": lambda i, n: max(0.97 - 0.06 * (n - 1), 0.2),
+    "distractors": lambda i, n: max(1.1 - 0.1 * n, 0.2),
     "flat_70": lambda i, n: 0.7,
     "flat_95": lambda i, n: 0.95,
 }

@@ -16,7 +16,7 @@ from posbench.files.atomic import Row
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
-from posbench.run.folder import RowKey
+from posbench.run.folder import RowKey, RunDir
 from posbench.run.rows import Schedule
 from posbench.run.shards import finished_keys, merge_rows
 from posbench.run.stop import Stop, StopRule, StopRules
@@ -222,7 +222,7 @@ class Plan(ABC):
             rows = run.rows.complete(
                 file,
                 stage,
-                self._of_unfinished_methods(run, file, proofs),
+                self._of_unfinished_methods(run.out, file, proofs),
                 _request_key,
                 self.answer,
                 self.order,
@@ -235,10 +235,10 @@ class Plan(ABC):
         return rows
 
     def _of_unfinished_methods(
-        self, run: Run, file: str, proofs: Mapping[RowKey, Mapping[str, Any]]
+        self, out: RunDir, file: str, proofs: Mapping[RowKey, Mapping[str, Any]]
     ) -> list[list[Request]]:
         """The batches without the methods that have all their rows, such as those copied from another run."""
-        finished = finished_keys(run.out, file, proofs)
+        finished = finished_keys(out, file, proofs)
         missing = {name for name, id_ in proofs.keys() - finished}
         return [
             requests
@@ -287,10 +287,11 @@ class Plan(ABC):
     def _complete_shard(self, run: Run, file: str, stage: str) -> list[Row]:
         """Compute the rows of this process's shard, while the workers of the run make the others."""
         out = run.main_out or run.out
-        finished = finished_keys(out, file, self._proofs_of(run))
+        proofs = self._proofs_of(run)
+        finished = finished_keys(out, file, proofs)
         missing = [
             batch
-            for batch in self.batches
+            for batch in self._of_unfinished_methods(out, file, proofs)
             if any(tuple(request.key.values()) not in finished for request in batch)
         ]
         shard = run.shard
