@@ -194,7 +194,8 @@ class FitToModel:
         reply = max([task.max_new_tokens, *replies])
         room = window - reply - overhead_tokens
         room_characters = room / (tokens_per_character * (1 + CHARACTER_MARGIN))
-        room_characters /= _growth(examples, asked)
+        lengths = ([len(e.prompt) for e in group] for group in (examples, asked))
+        room_characters /= _growth(*lengths)
         sizes = [len(e.system) + len(e.prompt) + len(e.prefill) for e in examples]
         num_longer = sum(size > room_characters for size in sizes)
         if not num_longer:
@@ -379,12 +380,13 @@ class FitToModel:
         reply = max(
             generation_budget(self.reader, task, e) for e in [*examples, *asked]
         )
-        budget = (self.reader.context_window - reply) / _growth(examples, asked)
         beside_items = max(
             _tokens_beside_items(example, prompt, num_items)
             for example, prompt in zip(examples, prompts, strict=True)
         )
         lengths = [len(prompt.ids) for prompt in prompts]
+        growth = _growth(lengths, [self._num_tokens(example) for example in asked])
+        budget = (self.reader.context_window - reply) / growth
         mean = statistics.fmean(lengths)
         deviation = statistics.pstdev(lengths)
         is_given = self._is_given(f"task.{task.sizes[0]}")
@@ -433,10 +435,9 @@ def _longest_examples(task: Task) -> list[Example]:
     return sorted(task.evaluation(), key=lambda e: len(e.prompt))[-NUM_LONGEST:]
 
 
-def _growth(examples: Sequence[Example], asked: Sequence[Example]) -> float:
-    """How many times as long the longest prompt becomes where a method rewrites it, in characters; at least 1."""
-    longest = max(len(example.prompt) for example in examples)
-    return max([longest, *(len(example.prompt) for example in asked)]) / longest
+def _growth(lengths: Sequence[int], rewritten_lengths: Sequence[int]) -> float:
+    """How many times as long the longest prompt becomes where a method rewrites prompts; at least 1."""
+    return max(*lengths, *rewritten_lengths, 1) / max(lengths)
 
 
 def _tokens_beside_items(example: Example, prompt: Encoded, num_items: int) -> float:

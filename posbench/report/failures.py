@@ -144,6 +144,10 @@ class RunExamples:
         if thinking:
             text = thinking if in_full else shorten(thinking)
             lines.append(f"  thinking, not scored: {_indent(text, 10).strip()}")
+        quote = row.get("quote")
+        if quote:
+            text = quote if in_full else shorten(quote)
+            lines.append(f"  quote, not scored: {_indent(text, 10).strip()}")
         lines.append(f"  reply:  {_indent(row['output'], 10).strip()}")
         answer = self.task.extracted(example, row["output"]) if example else None
         if answer is not None:

@@ -17,6 +17,11 @@ from posbench.run.heartbeat import doing
 from posbench.tasks import Example, Task
 
 
+def item_prompt(example: Example) -> ItemPrompt:
+    """Return the prompt of an example as a method sees it that rewrites prompts."""
+    return ItemPrompt(example.prompt, example.items, example.question, example.orders)
+
+
 def rewrite_examples(
     encoder: Encoder, task: Task, examples: Sequence[Example], method: Method
 ) -> list[Example]:
@@ -48,10 +53,7 @@ def rewrite_examples(
             raise UserError(
                 "method", method.short_name(), allowed, "choose another task"
             )
-        prompt = ItemPrompt(
-            example.prompt, example.items, example.question, example.orders
-        )
-        prompt = method.rewrite(encoder, prompt)
+        prompt = method.rewrite(encoder, item_prompt(example))
         if len(prompt.items) != len(example.items):
             allowed = f"{len(example.items)} items, as before"
             hint = "correct the method: every item keeps its number"
