@@ -502,18 +502,19 @@ def langchain_reordered(documents: list[int]) -> list[int]:
 
 
 def test_reordered_lists_are_recognised() -> None:
-    haystack = {3: [1, 3, 2], 5: [1, 3, 5, 4, 2], 8: [1, 3, 5, 7, 8, 6, 4, 2]}
-    for size in range(3, 12):
+    haystack = {5: [1, 3, 5, 4, 2], 8: [1, 3, 5, 7, 8, 6, 4, 2]}
+    for size in range(5, 12):
         for order in (langchain_reordered([*range(1, size + 1)]), haystack.get(size)):
             if order is None:
                 continue
             scores = [-float(rank) for rank in order]
             assert has_best_at_ends(scores, False)
-            assert not has_best_at_ends(scores, True) or size == 3
-            assert not seems_small_first([scores]) or size == 3
-            if size > 3:
-                assert seems_small_first([[-score for score in scores]])
-    assert not has_best_at_ends([3, 2, 1, 0], False)
+            assert not has_best_at_ends(scores, True)
+            assert not seems_small_first([scores])
+            assert seems_small_first([[-score for score in scores]])
+    assert not has_best_at_ends([5, 4, 3, 2, 1], False)
+    # Three documents may stand so by chance.
+    assert not has_best_at_ends([3, 1, 2], False)
 
 
 def test_a_reference_pattern_leaves_only_cited_documents(tmp_path: Path) -> None:
