@@ -7,6 +7,7 @@ import gzip
 import json
 import unicodedata
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 from posbench.errors import UserError
 from posbench.tasks.logs import Log, read_log
 from posbench.tasks.logs.order import has_best_at_ends, seems_small_first
+from posbench.tasks.own_data import OwnData
+from posbench.tasks.retrieval_log import RetrievalLog
 from tests.messages import refused
 
 DATA = Path(__file__).parents[1] / "data" / "logs"
@@ -646,6 +649,7 @@ REPLACEMENTS: list[Any] = [
     *(None, True, 0, -1, 1.5, 1e308, 10**30, "", " ", "x", "[1, 'a'", "[1, 2]"),
     *([], [None], [[]], [1], ["", "a"], {}, {"a": 1}, {"text": [None]}, [{"id": 1}]),
     *({"0": {}}, "é" * 9, "{", '{"question": []}', float("nan")),
+    *('{"title": "\\ud800"}', r"['\ud800', 'b']", "[{1, 2}]", "[" * 500),
 ]
 
 
@@ -667,14 +671,23 @@ def test_any_value_in_any_field_is_read_skipped_or_refused(
             else:
                 damaged = replacement
             file = write_lines(tmp_path / "log.jsonl", damaged, other)
+            task = RetrievalLog(path=str(file))
             try:
-                log = read_log(file, None)
+                log = task.log
             except UserError as error:
                 assert "\n" not in str(error)
                 continue
+            for example in task.evaluation():
+                example.prompt.encode()
+                assert all(
+                    sorted(order) == list(range(len(example.items)))
+                    for order in example.orders.values()
+                )
+            with suppress(UserError):
+                OwnData(path=str(file)).evaluation()
             # What is right is read whatever stands beside it.
             assert whole.documents in [q.documents for q in log.questions]
-            assert all("\n" not in note for note in log.notes())
+            assert all("\n" not in note for note in task.notes())
 
 
 @pytest.mark.parametrize(
