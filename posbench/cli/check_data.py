@@ -113,6 +113,8 @@ def _file_facts(task: OwnData) -> Facts:
     file = task.own
     items = file.kind.holds
     facts = [("kind", f"{file.kind.kind}, by the field {items}")]
+    if file.log:
+        facts = [("shape", file.log.shape)]
     if file.unread:
         facts.append(("unread", f"fields {', '.join(file.unread)}"))
     facts += [("note", line) for line in task.notes()]

@@ -58,6 +58,9 @@ from posbench.run.runtime import Runtime
 from posbench.schema import MAX_COUNT, build
 from posbench.tasks.base import read_recorded_task
 
+USERS_TASKS = ("own_data", "retrieval_log")
+"""Tasks that hold nothing without a file of the user's."""
+
 
 def fetch(args: list[str]) -> int:
     """List every file that a config needs (checkpoint, data), and download what is missing.
@@ -180,7 +183,7 @@ def _all_choices() -> list[list[str]]:
         for name in choices(*paths.group_folders(group)):
             file = paths.find_choice(group, name)
             leaves_open = file is not None and "???" in file.read_text()
-            if not leaves_open and (group, name) != ("task", "own_data"):
+            if not leaves_open and not (group == "task" and name in USERS_TASKS):
                 choice = f"{group}={name}"
                 commands.append([choice, *_required_overrides(group, name)])
     experiments = choices(*paths.group_folders("experiment"))

@@ -48,8 +48,8 @@ Answers = Annotated[tuple[Answer, ...], MinLen(1)]
 DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
-LOG_SUFFIXES = (".json", ".csv", ".tsv")
-"""Suffixes of files that are not JSON lines, as this task's own form is."""
+LOG_SUFFIXES = (".csv", ".tsv")
+"""Suffixes of files whose cells are texts: this task's own form has lists."""
 LOG_FIELDS = {
     *log_fields.QUESTION,
     *log_fields.REFERENCES,

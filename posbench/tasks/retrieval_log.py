@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -51,7 +51,7 @@ class RetrievalLog(OwnQuestions):
         if self.max_documents is None:
             return log
         shown = tuple(first_documents(q, self.max_documents) for q in log.questions)
-        return Log(**{**vars(log), "questions": shown})
+        return replace(log, questions=shown)
 
     def notes(self) -> list[str]:
         """See :meth:`Task.notes`."""

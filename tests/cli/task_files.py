@@ -120,6 +120,10 @@ def _own(_: Path) -> list[str]:
     ]
 
 
+def _log(_: Path) -> list[str]:
+    return [f"task.path={DATA / 'logs' / 'gold_doc_id.jsonl.gz'}", "task.limit=3"]
+
+
 TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "ceval": (_ceval, 1),
     "kv_retrieval": (_kv, 5),
@@ -129,6 +133,7 @@ TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "mmlu": (_mmlu, 4),
     "nq_multidoc": (_nq, 3),
     "own_data": (_own, 4),
+    "retrieval_log": (_log, 3),
     "zero_scrolls": (_zero_scrolls, 3),
 }
 """Per task the files it gets, and how many examples its limit leaves."""

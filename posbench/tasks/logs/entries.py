@@ -212,11 +212,20 @@ def list_in_text(text: str) -> list[Any] | None:
     """The list that a text spells as JSON, or as Python prints it; None if it spells none."""
     if not text.strip().startswith("["):
         return None
-    for parse in (json.loads, ast.literal_eval):
+    value = json_in_text(text)
+    if value is None:
         try:
-            value = parse(text.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        if isinstance(value, list):
-            return value
-    return None
+            value = ast.literal_eval(text.strip())
+            # Sets, bytes and halves of surrogate pairs are no data of a log.
+            json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return None
+    return value if isinstance(value, list) else None
+
+
+def json_in_text(text: str) -> Any:
+    """The data of a JSON text; None if it is none."""
+    try:
+        return parse_json(text, finite=False)
+    except ValueError:
+        return None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from posbench.tasks.logs.base import LoggedDocument, LoggedQuestion, Skip, indices_of
-from posbench.tasks.logs.entries import list_in_text
+from posbench.tasks.logs.entries import json_in_text, list_in_text
 
 QUESTION = ("question", "query", "input", "user_input", "q", "query_str")
 QUESTION_ID = ("id", "question_id", "query_id", "qid", "_id")
@@ -248,17 +247,10 @@ def _layers(item: Any) -> list[Mapping[str, Any]]:
     for name in METADATA:
         metadata = layers[0].get(name)
         if isinstance(metadata, str):
-            metadata = _object_in_text(metadata)
+            metadata = json_in_text(metadata)
         if isinstance(metadata, dict):
             layers.append(metadata)
     return layers
-
-
-def _object_in_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _from(layers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+MIN_REORDERED = 5
+"""Fewest documents of a list that shows a reordering: one of sixty orders of five has its form by chance."""
+
 
 def rank_order(scores: Sequence[float], are_distances: bool) -> tuple[int, ...]:
     """Indices by falling score (of distances: by rising), equal ones in their order."""
@@ -17,7 +20,7 @@ def has_best_at_ends(scores: Sequence[float], are_distances: bool) -> bool:
     Of eight, Haystack writes the ranks 1 3 5 7 8 6 4 2, LangChain and LlamaIndex 2 4 6 8 7 5 3 1.
     """
     size = len(scores)
-    if size < 3 or len(set(scores)) < size:
+    if size < MIN_REORDERED or len(set(scores)) < size:
         return False
     rank = {index: r for r, index in enumerate(rank_order(scores, are_distances))}
     ranks = [rank[index] for index in range(size)]

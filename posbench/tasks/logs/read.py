@@ -68,6 +68,9 @@ def read_log(path: Path | str, references: Path | str | None = None) -> Log:
         entries = shape.gather(found.entries, skips)
     skips.right = shape.right
     seen = frozenset(name for entry in entries for name in entry.fields)
+    if references is not None:
+        # With a file of references, the field ``answer`` is the model's reply.
+        seen |= frozenset(names.REFERENCES)
     questions = []
     remarks: Counter[str] = Counter()
     num_distances = 0
@@ -83,9 +86,9 @@ def read_log(path: Path | str, references: Path | str | None = None) -> Log:
     if not questions:
         _refuse_all(file, shape, unit, num_read, skips)
     lines = [f"{text}: {count} {plural(unit)}" for text, count in remarks.items()]
-    if shape is not FOLDER:
-        lines += _field_remarks(shape, seen, questions)
-    if references is not None:
+    if references is None:
+        lines += _reference_remarks(shape, seen, questions)
+    else:
         questions, line = _join(questions, Path(references).expanduser())
         lines.append(line)
     questions = [_with_gold(question) for question in questions]
@@ -158,10 +161,10 @@ def _refuse_all(
     )
 
 
-def _field_remarks(
+def _reference_remarks(
     shape: Shape, seen: frozenset[str], questions: Sequence[LoggedQuestion]
 ) -> list[str]:
-    """Where the references come from, if that is a guess; that there are none, if there are replies."""
+    """A line if the log holds no references, or if they come from a field that may hold replies."""
     if all(question.answers is None for question in questions):
         if any(question.reply is not None for question in questions):
             return [

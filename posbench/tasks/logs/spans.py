@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posbench.tasks.logs.base import Entry, Skip, Skips
+from posbench.tasks.logs.entries import json_in_text
 from posbench.tasks.logs.fields import ANSWER, QUESTION, REPLY, first
 
 DROPPED = "spans lost attributes"
@@ -85,7 +85,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 def _attributes(value: Any) -> dict[str, Any]:
     """Attributes as nested objects, from flat, nested or OTLP's form."""
     if isinstance(value, str):
-        value = _json_in(value)
+        value = json_in_text(value)
     if isinstance(value, list):
         value = {
             str(item.get("key")): _otlp_value(item.get("value"))
@@ -144,7 +144,7 @@ def _documents(attributes: Mapping[str, Any]) -> Any:
     documents = _at(attributes, "retrieval", "documents")
     if documents is None:
         documents = _at(attributes, "gen_ai", "retrieval", "documents")
-    return _json_in(documents) if isinstance(documents, str) else documents
+    return json_in_text(documents) if isinstance(documents, str) else documents
 
 
 def _in_order(documents: Any) -> Any:
@@ -167,7 +167,7 @@ def _question(attributes: Mapping[str, Any]) -> Any:
     value = _at(attributes, "input", "value")
     if value is None:
         value = _at(attributes, "gen_ai", "retrieval", "query", "text")
-    data = _json_in(value) if isinstance(value, str) else value
+    data = json_in_text(value) if isinstance(value, str) else value
     if isinstance(data, dict):
         return first(data, QUESTION)
     return value
@@ -183,7 +183,7 @@ def _replies(spans: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
             continue
         value = _at(attributes, "output", "value")
         if isinstance(value, str) and not _parent(span):
-            data = _json_in(value)
+            data = json_in_text(value)
             reply = first(data, (ANSWER, *REPLY)) if isinstance(data, dict) else value
             if isinstance(reply, str):
                 replies[_trace(span)] = reply
@@ -219,11 +219,3 @@ def _parent(span: Mapping[str, Any]) -> str:
     """Id of the span around a span; empty for the root."""
     name = first(span, ("parent_id", "parentSpanId", "parent_span_id", "parentId"))
     return name if isinstance(name, str) and name else ""
-
-
-def _json_in(text: str) -> Any:
-    """The data of a JSON text; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
