@@ -271,7 +271,7 @@ def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
     if sentence:
         sentence = f"{sentence[0].upper()}{sentence[1:]}."
     return Section(
-        "What an order can mend, and what not",
+        "What an order changes, and what not",
         sentence,
         ["as retrieved", "questions", "%"],
         rows,

@@ -88,11 +88,11 @@ Cause = Literal[
     "right",
     "gold not retrieved",
     "not even from the gold document alone",
-    "another order mends it",
-    "fewer documents mend it",
-    "saying it twice mends it",
+    "right in another order",
+    "right with fewer documents",
+    "right with a repetition",
     "answered from a wrong document",
-    "none of these",
+    "wrong in every way",
 ]
 """What became of a question as retrieved; the first that applies."""
 
@@ -117,7 +117,7 @@ class OrderStudy(Study):
 
     A share of the questions is held back: the winner of the race and the policy in use are asked them last, so that one
     number is free of the choice. Before that every question is also asked without its documents, and with its gold
-    documents alone, where these are known: that tells apart what no order can mend.
+    documents alone, where these are known: that tells apart what no order changes.
 
     Attributes:
         policies: Names of methods that change the prompt alone.
@@ -542,7 +542,7 @@ def _changed_replies(rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     return result
 
 
-# What no order can mend
+# What no order changes
 
 
 def _gold(example: Example) -> tuple[int, ...] | None:
@@ -610,7 +610,7 @@ def _causes(
         ]
         wrong_document = _document_of_reply(example, str(row["output"]), gold or ())
         alone = probes.get(GOLD_ALONE, {}).get(example.id)
-        cause: Cause = "none of these"
+        cause: Cause = "wrong in every way"
         if row["scores"][metric] >= 1:
             cause = "right"
         elif gold is not None and not gold:
@@ -621,11 +621,11 @@ def _causes(
             not name.startswith(("top_", "documents", "prompt", "question", "recite"))
             for name in right_under
         ):
-            cause = "another order mends it"
+            cause = "right in another order"
         elif any(name.startswith("top_") for name in right_under):
-            cause = "fewer documents mend it"
+            cause = "right with fewer documents"
         elif right_under:
-            cause = "saying it twice mends it"
+            cause = "right with a repetition"
         elif wrong_document is not None:
             cause = "answered from a wrong document"
         closed = probes.get(CLOSED_BOOK, {}).get(example.id)
