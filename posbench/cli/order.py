@@ -190,7 +190,7 @@ def _write(folder: Path, target: Path, command: str) -> dict[str, Any]:
                 "questions",
                 "",
             ],
-            [_policy_cells(row) for row in facts["policies"]],
+            [_policy_cells(row) for row in _best_first(facts["policies"])],
             {name: drawn[name] for name in ("tokens",) if name in drawn},
         ),
         _cause_section(facts, {n: drawn[n] for n in ("ranks",) if n in drawn}),
@@ -210,6 +210,13 @@ def _write(folder: Path, target: Path, command: str) -> dict[str, Any]:
         provenance={"command": command},
     )
     return facts
+
+
+def _best_first(policies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Policies by accuracy, the highest first; those with the prompts of another one come last."""
+    return sorted(
+        policies, key=lambda row: (bool(row["same_as"]), -(row["accuracy"] or 0.0))
+    )
 
 
 def _policy_cells(row: Mapping[str, Any]) -> list[str]:
@@ -283,7 +290,7 @@ def _headline(facts: Mapping[str, Any]) -> str:
     """The verdict with its reason."""
     name = facts["verdict"]
     verdict = f"use {facts['policy']}" if name == USE else name
-    text = f"Verdict: {verdict}: {facts['reason']}."
+    text = f"Verdict: {verdict} ({facts['reason']})."
     if facts["needed_questions"]:
         text += f" About {facts['needed_questions']:,} questions in all would tell."
     return text
@@ -305,8 +312,7 @@ def _next(facts: Mapping[str, Any]) -> str:
 def _lines(facts: Mapping[str, Any]) -> list[str]:
     """The result for a terminal."""
     lines = [_headline(facts)]
-    own = [row for row in facts["policies"] if not row["same_as"]]
-    ranked = sorted(own, key=lambda row: -(row["accuracy"] or 0.0))
+    ranked = [row for row in _best_first(facts["policies"]) if not row["same_as"]]
     width = max(len(row["name"]) for row in ranked)
     for row in ranked:
         name, accuracy, difference, _, tokens, n, note = _policy_cells(row)

@@ -172,7 +172,9 @@ class PolicyRace:
         tokens: Mapping[str, float],
         missing: Mapping[str, float],
     ) -> str:
-        """Return the best policy: the cheapest of those within :data:`SAME` of the highest accuracy.
+        """Return the best policy of those that surely gain, or of all where none does.
+
+        Of policies within :data:`SAME` of the highest accuracy it is the cheapest.
 
         Args:
             scores: Scores by policy.
@@ -186,6 +188,9 @@ class PolicyRace:
             for name in names
             if scores.get(name) and missing.get(name, 0.0) <= MAX_MISSING
         }
+        standings = self.standings(scores)
+        sure = {n: g for n, g in gains.items() if standings[n].difference.ci_low > 0}
+        gains = sure or gains
         if not gains:
             return self.base
         best = max(gains.values())

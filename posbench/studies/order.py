@@ -340,8 +340,8 @@ class OrderStudy(Study):
         if policies["accuracy"].notna().any():
             drawn["tokens"] = (
                 _draw_tokens(policies),
-                "Accuracy and tokens of a question under each policy (95 % intervals of each alone); the dashed line "
-                "is the policy in use.",
+                "Accuracy under each policy (95 % intervals of each alone; the dashed line is the policy in use), and "
+                "the tokens of a question, read and written.",
             )
         ranks = tables.get("ranks")
         if ranks is not None and len(ranks):
@@ -693,36 +693,35 @@ def _rank_table(
 
 @plot.styled
 def _draw_tokens(policies: pd.DataFrame) -> Figure:
-    """Accuracy over tokens, a point for each policy with prompts of its own."""
+    """Accuracy and tokens of each policy with prompts of its own, the best on top."""
     own = policies[policies["same_as"].isna()].dropna(subset=["accuracy"])
-    figure, axes = plot.new_figure(plot.PAGE, 3.2, n=own["n"])
-    base = own[own["name"] == AS_RETRIEVED]
-    if len(base):
-        axes.axhline(float(base["accuracy"].iloc[0]), **plot.UNMODIFIED_LINE)
-    errors = np.abs(
-        own[["ci_low", "ci_high"]].to_numpy().T - own["accuracy"].to_numpy()
+    own = own.sort_values("accuracy", kind="stable")
+    places = np.arange(len(own))
+    is_base = (own["name"] == AS_RETRIEVED).to_numpy()
+    figure, (left, right) = plot.new_figure(
+        plot.PAGE,
+        0.6 + 0.19 * len(own),
+        1,
+        2,
+        n=own["n"],
+        sharey=True,
+        width_ratios=(2, 1),
     )
-    axes.errorbar(
-        own["tokens"],
-        own["accuracy"],
-        errors,
-        fmt="none",
-        color=plot.GUIDE,
-        linewidth=0.8,
+    left.axvline(float(own["accuracy"][is_base].iloc[0]), **plot.UNMODIFIED_LINE)
+    accuracy = own["accuracy"].to_numpy()
+    errors = np.abs(own[["ci_low", "ci_high"]].to_numpy().T - accuracy)
+    left.errorbar(
+        accuracy, places, xerr=errors, fmt="none", color=plot.GUIDE, linewidth=0.8
     )
-    for _, row in own.iterrows():
-        is_base = row["name"] == AS_RETRIEVED
-        colour = plot.BLACK if is_base else plot.BLUE
-        axes.plot(row["tokens"], row["accuracy"], "o", color=colour)
-        axes.annotate(
-            row["name"],
-            (row["tokens"], row["accuracy"]),
-            xytext=(4, 2),
-            textcoords="offset points",
-            fontsize=6,
-        )
-    axes.set_xlabel("tokens of a question, read and written")
-    axes.set_ylabel("accuracy (%)")
+    tokens = own["tokens"].to_numpy()
+    right.hlines(places, 0, tokens, color=plot.SHADE, linewidth=4)
+    for axes, values in ((left, accuracy), (right, tokens)):
+        axes.plot(values[~is_base], places[~is_base], "o", color=plot.BLUE)
+        axes.plot(values[is_base], places[is_base], "o", color=plot.BLACK)
+    left.set_yticks(places, own["name"])
+    left.set_xlabel("accuracy (%)")
+    right.set_xlabel("tokens of a question")
+    right.set_xlim(left=0)
     return figure
 
 

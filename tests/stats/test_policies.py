@@ -124,6 +124,19 @@ def test_of_equally_good_policies_the_cheapest_leads_and_one_without_answers_nev
     assert race.leader(scores, list(scores), tokens, silent) == "dear"
 
 
+def test_a_sure_gain_leads_before_a_larger_one_that_is_not_sure():
+    base = scores_of([0, 1] * 50)
+    sure = scores_of([1, 1] * 40 + [0, 1] * 10)
+    unsure = scores_of([1] * 12)
+    scores = {BASE: base, "sure": sure, "unsure": unsure}
+    race = PolicyRace(BASE, ("sure", "unsure"))
+    standings = race.standings(scores)
+    assert (
+        standings["sure"].difference.ci_low > 0 > standings["unsure"].difference.ci_low
+    )
+    assert race.leader(scores, list(scores), dict.fromkeys(scores, 1.0), {}) == "sure"
+
+
 def test_the_race_ends_when_one_policy_is_left_that_gains_or_none_can():
     gains = {BASE: scores_of([0] * 60), "good": scores_of([1] * 60)}
     race = PolicyRace(BASE, ("good",))
