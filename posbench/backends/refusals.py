@@ -136,7 +136,16 @@ def _read_client_error(
     fields: Collection[str],
     model: str,
 ) -> Refusal:
-    """Read an error of the request itself."""
+    """Classify an error status that concerns the request itself, by its text.
+
+    Args:
+        status: HTTP status.
+        text: Whole text of the response.
+        message: The error's message in it.
+        error: The error's object in it.
+        fields: Fields that were sent.
+        model: Name of the model that was asked for.
+    """
     if FILTERED.search(text):
         return Refusal("filter")
     if CUT_BEFORE_REPLY.search(text):
@@ -145,6 +154,7 @@ def _read_client_error(
     about_length = [name for name in named if name.startswith("max_")]
     limit = REPLY_LIMIT.search(message)
     window = WINDOW.search(text)
+    # The reply is too long, not the prompt.
     if about_length and limit and not window:
         return Refusal("length", tuple(about_length), int(limit[1]))
     is_over = TOO_LONG.search(text) or (about_length and window)
@@ -177,7 +187,13 @@ def _error_of(text: str) -> Mapping[str, Any]:
 def _named_fields(
     text: str, error: Mapping[str, Any], fields: Collection[str]
 ) -> list[str]:
-    """The fields of a request that an error names."""
+    """Return the fields of a request that an error names.
+
+    Args:
+        text: Whole text of the response.
+        error: The error's object in it.
+        fields: Fields that were sent.
+    """
     param = str(error.get("param") or "")
     if param.split(".")[0] in fields:
         return [param.split(".")[0]]
@@ -185,6 +201,7 @@ def _named_fields(
     for name in fields:
         escaped = re.escape(name)
         pattern = rf"\b{escaped}\b"
+        # Such a field name also occurs as a word of a sentence.
         if name in PLAIN_WORDS:
             quoted = rf"[\"'`]{escaped}[\"'`]"
             called = (

@@ -81,7 +81,7 @@ def completion(args: list[str]) -> int:
 
 
 def words(line: str) -> list[str]:
-    """Completions of the last word of a command line."""
+    """Return the completions of the last word of a command line, which may be empty."""
     *typed, word = line.split(" ")[1:] or [""]
     verb = main.verb_of(typed)
     config_dir = dict(itertools.pairwise(typed)).get("--config-dir")
@@ -120,7 +120,12 @@ def words(line: str) -> list[str]:
 
 
 def _run_hashes(typed: Sequence[str], sweeps: bool = False) -> list[str]:
-    """The hashes of the runs, and of sweeps if asked, in the outputs folder that is typed, or else the default one."""
+    """Return the hashes of the runs in the outputs folder that is typed, else in the default one.
+
+    Args:
+        typed: Words of the command line.
+        sweeps: List sweeps, too.
+    """
     settings = dict(arg.split("=", 1) for arg in typed if "=" in arg)
     flags = dict(itertools.pairwise(typed))
     outputs = settings.get("runtime.outputs") or settings.get("--outputs")

@@ -249,7 +249,11 @@ def _config_dir_flag() -> list[str]:
 
 
 def _config_of_overrides(overrides: list[str]) -> Config:
-    """The config of overrides, without a search, and with sizes for the model's window."""
+    """Return the config that overrides name, fitted to the model's window, without search and study.
+
+    Raises:
+        UserError: An override belongs to a search, a study, the stages or an experiment.
+    """
     for key in overrides:
         group = key.split("=")[0].split(".")[0]
         if group in ("search", "stages", "study", "experiment"):
@@ -262,18 +266,27 @@ def _config_of_overrides(overrides: list[str]) -> Config:
 
 
 def _origin_of_run(folder: Path) -> Origin:
-    """The config of a run with the constants that it applied, and the results of its search."""
+    """Return the config of a run with the constants that it applied, and what it knows of them.
+
+    Returns:
+        The config, and the run's verdict, gain, price of folding and source of constants, as far as they were recorded.
+
+    Raises:
+        UserError: The run is damaged, or its checkpoint has changed since.
+    """
     run = open_undamaged(folder)
     folders = make_importable(run)
     raw = run.config("task", "model", "method")
-    results: dict[str, Any] = {}
+    found_by_method: dict[str, Any] = {}
     if (folder / FOUND_FILE).is_file():
-        results = read_yaml(folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN)
+        found_by_method = read_yaml(
+            folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN
+        )
     constants = read_json(folder / METHOD_FILE)
     if constants is None and "parts" in raw["method"]:
-        constants = {"parts": results}
+        constants = {"parts": found_by_method}
     elif constants is None:
-        constants = results.get(raw["method"]["name"], {})
+        constants = found_by_method.get(raw["method"]["name"], {})
     config = _config_of_record(
         {**raw, "method": with_constants(raw["method"], constants)}, folders
     )
@@ -282,15 +295,23 @@ def _origin_of_run(folder: Path) -> Origin:
     fit = FitToModel(config, read_checkpoint(config.model), asks_calibration=True)
     fit.fit_task()
     config = fit.config
-    result: dict[str, Any] = next(iter(results.values()), {})
+    search_result: dict[str, Any] = next(iter(found_by_method.values()), {})
     verdict = run_verdict(read_csv(folder / "metrics.csv"))
-    source = str(result.get("source", ""))
+    source = str(search_result.get("source", ""))
     typed = typed_in_place(constants)
     if typed:
         # Gain and price belong to the searched constants, not to the typed ones.
         return Origin(config, verdict, source=f"{source}; {typed}")
-    gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
-    price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""
+    gain = (
+        held_back.summary_line(search_result["held_back"])
+        if "held_back" in search_result
+        else ""
+    )
+    price = (
+        deploy.summary_sentences(search_result["deploy"])
+        if "deploy" in search_result
+        else ""
+    )
     return Origin(config, verdict, gain, price, source)
 
 
@@ -322,7 +343,7 @@ def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
-    """The config with the constants that are written, valid in any working directory."""
+    """Return the config for the record of an export: with the constants that are written, and absolute paths."""
     method = with_constants(config.raw["method"], asdict(fix.method))
     raw = {**config.raw, "method": method}
     source = config.model.checkpoint

@@ -114,7 +114,10 @@ class Experiment:
         return logs / f"{self.name}.log"
 
     def inspect(self) -> None:
-        """Compose and check its configs; end it unless a process has to run it."""
+        """Compose and check the experiment's configs, and look for a finished result.
+
+        Unless a process has to run it, its state becomes `refused`, `to fetch` or `finished before`.
+        """
         try:
             problems = self._compose()
             if problems:
@@ -139,7 +142,7 @@ class Experiment:
                 self._end("refused", fault.status, str(fault))
 
     def _compose(self) -> list[str]:
-        """Compose and check the config of each job; return the faults."""
+        """Compose and check the config of each job, and keep those that are valid; return the faults of the others."""
         jobs = compose(self.args)
         problems = []
         for job in jobs.composed:
@@ -153,10 +156,7 @@ class Experiment:
         return problems
 
     def result(self) -> Path | None:
-        """Folder of the run, or of the sweep over the runs.
-
-        None unless all runs are done and undamaged.
-        """
+        """Return the folder of the run, or of the sweep over the runs; None unless all runs are done and undamaged."""
         folders = [find_finished_run(config) for config in self.configs]
         runs = [folder for folder in folders if folder]
         if not runs or len(runs) < len(folders):
@@ -168,9 +168,13 @@ class Experiment:
         )
 
     def end_process(self, returncode: int, logs: Path) -> None:
-        """Record how its process ended.
+        """Set the state of the experiment once its process has ended.
 
         Without a whole result it is not done, whatever the exit status is.
+
+        Args:
+            returncode: Exit status, or minus the number of the signal that stopped it.
+            logs: Folder of the logs.
         """
         self.elapsed_seconds = time.monotonic() - self.start_seconds
         if returncode == 0:
@@ -277,7 +281,7 @@ def _num_cores() -> int:
 
 
 def _select(args: Sequence[str], console: Console) -> list[Experiment]:
-    """The experiments that the arguments name, or all that can run here; each with how much of it is finished.
+    """Return the experiments that the arguments name, or all that can run here, each inspected.
 
     Prints which are left out, and why.
 
@@ -333,7 +337,11 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse ``experiment=NAME`` and unknown flags."""
+    """Refuse ``experiment=NAME`` (the name alone is meant), a budget, and unknown flags.
+
+    Raises:
+        UserError: The first of these.
+    """
     for arg in overrides:
         if arg.startswith("experiment="):
             name = arg.removeprefix("experiment=")
@@ -450,7 +458,13 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def _start(
     experiment: Experiment, logs: Path, num_threads: int | None
 ) -> subprocess.Popen[bytes]:
-    """Start the process of an experiment; its output goes to its log."""
+    """Start the process of an experiment; its output goes to its log.
+
+    Args:
+        experiment: The experiment.
+        logs: Folder of the logs.
+        num_threads: Threads of its numerical libraries; None leaves that to them.
+    """
     experiment.start_seconds = time.monotonic()
     environment = dict(os.environ)
     if num_threads:
@@ -468,7 +482,8 @@ def _start(
 
 
 def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> int:
-    """Print all experiments, files to fetch, and failures; return the exit status."""
+    """Print the state of all experiments, files to fetch, and failures; return the highest exit status."""
+    # Of a single experiment the whole output is shown.
     if len(experiments) == 1 and experiments[0].elapsed_seconds:
         print(experiments[0].log(logs).read_text(errors="replace"))
     console.print()

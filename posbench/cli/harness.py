@@ -157,7 +157,7 @@ def configured(
 
 
 def _spelled(value: Any) -> str:
-    """A value as an override; ``2:5`` is the list [2, 5], as commas separate arguments."""
+    """Return a value as text of an override; ``2:5`` becomes the list [2,5], as commas separate arguments here."""
     if value is None or isinstance(value, bool | dict):
         return json.dumps(value)
     text = str(value)
@@ -238,7 +238,11 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self.identity = self._identity(hf_settings)
 
     def _identity(self, hf_settings: Mapping[str, Any]) -> str:
-        """Digest of all that moves an answer; ``hf_settings`` are the harness's."""
+        """Return a digest of everything that can change an answer.
+
+        Args:
+            hf_settings: The harness's own settings of its Hugging Face model.
+        """
         contents = run_contents(self.posbench)
         facts: dict[str, Any] = {
             "model": identity(self.posbench, contents),
@@ -262,7 +266,15 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> Self:
-        """The model from its arguments; they win over the harness's flags of the same name."""
+        """Make the model from ``--model_args`` and the harness's flags.
+
+        Args:
+            arg_dict: Values of ``--model_args``.
+            additional_config: Flags; values of the same name in ``arg_dict`` win.
+
+        Raises:
+            UserError: ``pretrained`` is missing.
+        """
         if "pretrained" not in arg_dict:
             allowed = "a name in conf/model, a directory or a hub id"
             hint = "--model_args pretrained=tiny,method=scale_channel"
@@ -323,6 +335,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def _model_generate(
         self, context: Any, max_length: int, stop: Sequence[str], **settings: Any
     ) -> Any:
+        """Generate token ids as the harness does, checking for NaN, and count replies that are no answers.
+
+        The arguments and the result are the harness's: ``context`` of shape (rows, tokens), replies behind it.
+        """
         generate = partial(
             super()._model_generate,
             context,
@@ -333,6 +349,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         )
         tokens = _guarded_generate(self.lm, generate)
         reply_ids = tokens[:, context.shape[1] :]
+        # Only a batch that reached the limit can hold cut replies.
         if tokens.shape[1] >= max_length:
             texts = self.tokenizer.batch_decode(reply_ids)
             end_id = self.tokenizer.eos_token_id
@@ -348,7 +365,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts, for methods that treat all tokens alike.
+        """Return the log-likelihoods (nats) of whole texts, for methods that treat all tokens alike.
 
         Raises:
             UserError: The method treats the last prompt token apart, and a whole text has no prompt.
@@ -424,7 +441,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _truncated_contexts(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The end of each request's context that fits with its continuation.
+        """Return the token ids of each request's context, without a beginning that does not fit with its continuation.
 
         Raises:
             UserError: A continuation is empty, or longer than the model reads.

@@ -177,7 +177,7 @@ def _print_traceback() -> None:
 
 
 def _dispatch(args: list[str]) -> int:
-    """Print help or version, or run a verb or the pipeline; return the exit status."""
+    """Print help or version, or run a verb or a config; return the exit status."""
     if args and args[0] in ("-h", "--help", "help"):
         print(HELP)
         return 0
@@ -188,6 +188,7 @@ def _dispatch(args: list[str]) -> int:
     args = _with_consent(args)
     with _sigterm_interrupts():
         name = verb_of(args)
+        # These verbs take overrides as a run does, and could swallow a mistyped flag.
         if name in OVERRIDE_VERBS:
             _refuse_foreign_flags(name, args[len(name.split()) :])
         if not name:
@@ -272,7 +273,10 @@ def usage(verb: Callable[[list[str]], int]) -> str:
 
 
 def wrap_help(text: str, width: int) -> str:
-    """Wrap a help text: paragraphs as a whole, indented lines below their descriptions."""
+    """Return a help text with lines of at most ``width`` characters, where possible.
+
+    Paragraphs are wrapped as a whole; indented lines ("name  description") so that descriptions stay aligned.
+    """
     wrapped = []
     for block in text.split("\n\n"):
         if block.startswith("example: "):
@@ -293,7 +297,11 @@ def wrap_help(text: str, width: int) -> str:
 
 
 def _run(args: list[str]) -> int:
-    """Run the config of the arguments, or each job of a sweep; return the exit status."""
+    """Handle a command without a verb: show the config with ``--cfg``, else run it, or each job of a sweep.
+
+    Returns:
+        The exit status.
+    """
     from posbench.run.budget import Stopwatch
 
     watch = Stopwatch()
@@ -320,7 +328,7 @@ def _diagnose(args: list[str]) -> int:
 
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
-    """Print the current action while the block runs, where nothing else is printed."""
+    """Print regularly what is being done while the block runs, where nothing else is printed."""
     from posbench.report.console import make_console
     from posbench.run.heartbeat import beating, doing
 
@@ -332,12 +340,21 @@ def _signs_of_life() -> Iterator[None]:
 
 
 def _run_jobs(args: list[str], watch: Stopwatch) -> int:
-    """Run the config of the arguments, or each job of a sweep; return the exit status."""
+    """Run the config of the arguments, or each job of a sweep.
+
+    Args:
+        args: The arguments of the command.
+        watch: Runs since the command began; a budget of time counts from there.
+
+    Returns:
+        The highest exit status of a job.
+    """
     from posbench.pipeline.compose import compose, launch
     from posbench.run.heartbeat import doing
 
     command = shlex.join(["posbench", *map(without_typed_secrets, args)])
     jobs = compose(args)
+    # A launcher plugin or sweeper of the user's choice.
     if jobs.run_by_hydra:
         records = launch(args, jobs, lambda job: _run_job(job, command))
     else:

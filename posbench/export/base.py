@@ -141,7 +141,7 @@ FORMATS = ("checkpoint", "lora", "gguf", "gguf-lora", "transformers", "vllm-plug
 
 
 def find_format(name: str) -> Format:
-    """The format of a name.
+    """Return the export format of a name.
 
     Raises:
         UserError: There is none, or the package that loads it is missing.
@@ -169,10 +169,14 @@ def find_format(name: str) -> Format:
 
 
 def checkpoint_change(fix: Fix, to: str) -> CheckpointChange:
-    """The method as a change of the checkpoint; ``to`` is the format's name.
+    """Return the change of weights or config that equals the method.
+
+    Args:
+        fix: Model and method.
+        to: Name of the format, for the error.
 
     Raises:
-        UserError: The method does not fold.
+        UserError: The method cannot be written as such a change.
     """
     change = fix.method.folded(fix.lm)
     if change is None:

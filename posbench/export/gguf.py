@@ -89,7 +89,7 @@ class Export(Format):
         write_model(fix, checkpoint_change(fix, self.name), folder / "model.gguf")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """See :meth:`Format.read`.
+        """Serve the file with llama.cpp, and return the log-probabilities of the next token after each prompt.
 
         Raises:
             UserError: llama.cpp cuts the text of a prompt into other tokens.
@@ -110,7 +110,10 @@ class Export(Format):
         return next_token(server, prompts, vocabulary_size(fix))
 
     def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
-        """See :meth:`Format.rounding`."""
+        """Return how far rounding to Q8_0 alone moves the unmodified model's next-token log-probabilities.
+
+        It is 0 for other weight types.
+        """
         if weight_type(fix) != "q8_0":
             return 0.0
         with TemporaryDirectory() as temporary:
@@ -144,7 +147,7 @@ def refuse(fix: Fix, allowed: str) -> NoReturn:
 
 
 def architecture(fix: Fix) -> Architecture:
-    """The model's architecture in llama.cpp.
+    """Return what llama.cpp calls the model's architecture.
 
     Raises:
         UserError: llama.cpp has none, or the weights are quantised or offloaded.
@@ -412,7 +415,7 @@ def window_period(fix: Fix, config: Any, head_size: int, large: int) -> int:
 
 
 def vocabulary(fix: Fix) -> dict[str, Any]:
-    """The tokenizer's part of :func:`metadata`.
+    """Return the tokenizer's part of :func:`metadata`: pieces of text, merges, special tokens, chat template.
 
     Without a tokenizer the file reads token ids alone.
 

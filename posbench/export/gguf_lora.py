@@ -26,7 +26,7 @@ class Export(model_format.Export):
         model_format.metadata(_without_tokenizer(fix), CheckpointChange())
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write ``adapter.gguf``."""
+        """Write the method as a LoRA adapter of llama.cpp, ``adapter.gguf``."""
         import gguf
 
         name = model_format.architecture(fix).name

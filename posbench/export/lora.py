@@ -35,7 +35,7 @@ class Export(Format):
         need_columns(checkpoint_change(fix, self.name), self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write ``adapter_config.json`` and ``adapter_model.safetensors``."""
+        """Write the method as a LoRA adapter: ``adapter_config.json`` and ``adapter_model.safetensors``."""
         change = checkpoint_change(fix, self.name)
         tensors: dict[str, Tensor] = {}
         modules: set[str] = set()
@@ -43,6 +43,7 @@ class Export(Format):
             tensors[f"{PREFIX}{name}.lora_A.weight"] = a
             tensors[f"{PREFIX}{name}.lora_B.weight"] = b
             modules.add(name.rpartition(".")[2])
+        # lora_alpha = rank makes PEFT's factor 1.
         rank = adapter_rank(change)
         layers = families.family_of(fix.lm.model).layers
         config: dict[str, Any] = {
@@ -64,7 +65,7 @@ class Export(Format):
         write_json(folder / "adapter_config.json", config)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """See :meth:`Format.read`; through PEFT."""
+        """Load the adapter with PEFT, and return the log-probabilities of the next token after each prompt."""
         from peft import PeftModel
 
         lm = fix.load()

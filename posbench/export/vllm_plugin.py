@@ -41,7 +41,11 @@ class Export(Format):
     library = "vllm"
 
     def check(self, fix: Fix) -> None:
-        """Raise UserError for other methods, and models that vLLM implements otherwise."""
+        """Refuse methods other than layer_scaling, and models that vLLM implements otherwise.
+
+        Raises:
+            UserError: States which.
+        """
         code, _ = SHIPPED_CODE.get(type(fix.method), ("", None))
         if code != "layer_scaling":
             allowed = f"a format that holds {fix.method.short_name()}; this one holds layer_scaling"
@@ -65,7 +69,7 @@ class Export(Format):
         )
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write ``pyproject.toml`` and a package: its model, and the code that registers it."""
+        """Write a Python package for vLLM: ``pyproject.toml``, the model, and the code that registers it."""
         model_type = fix.lm.model.config.model_type
         package = package_name(fix)
         text = (CODE / "vllm_layers.py").read_text()

@@ -289,7 +289,7 @@ def check_destination(out: Path) -> None:
 
 
 def _is_unchanged(out: Path) -> bool:
-    """Whether a folder holds an export as it was written, and nothing else."""
+    """Whether a folder holds an export as it was written, and nothing else, so that it may be replaced."""
     record = None
     with suppress(UserError):  # a record that cannot be read is none of ours
         record = read_record(out)

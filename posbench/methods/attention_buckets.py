@@ -90,12 +90,13 @@ class AttentionBuckets(Method):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Run each forward of the model inside the block once with every base, and mix the logits."""
         model = lm.model
         forward = model.forward
         num_bases = len(self.bases)
         signature = inspect.signature(forward)
         current_bases = self.bases
+        # Hooks and listeners expect one forward with all bases: then nothing is split.
         observed_from_outside = bool(count_hooks(model))
 
         @wraps(forward)
@@ -123,6 +124,7 @@ class AttentionBuckets(Method):
             joined = _JoinedCache(num_rows, num_bases)
             with ExitStack() as stack:
                 if grouped:
+                    # The first layer's projections get the same input under each base.
                     for child in families.attention_modules(model)[0].children():
                         cached_forward = _cache_last_output(child.forward)
                         stack.enter_context(
@@ -162,7 +164,7 @@ class AttentionBuckets(Method):
 
 
 def _is_joinable(cache: Any) -> bool:
-    """Whether the caches of the bases can be joined in place of a prompt's: it is empty, and can grow."""
+    """Whether the caches of several bases can be joined into one: it is empty, and can grow."""
     if cache is None:
         return True
     growing = (
@@ -184,7 +186,7 @@ class _JoinedCache:
         self.states: dict[tuple[int, str], Tensor] = {}
 
     def add(self, cache: Any) -> None:
-        """Copy the keys and values of the next bases, and drop them from their cache."""
+        """Copy the keys and values of the next bases into the joined ones, and drop them from their own cache."""
         for index, layer in enumerate(cache.layers):
             for name in ("keys", "values"):
                 part = getattr(layer, name).unflatten(0, (self.num_rows, -1))
@@ -212,7 +214,7 @@ class _JoinedCache:
 
 
 def _cache_last_output(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A module's forward that returns its last output again for the same input."""
+    """Return a module's forward that gives its last output again for the same input."""
     last_input: Tensor | None = None
     last_output: Tensor | None = None
 
@@ -237,7 +239,16 @@ def _repeat_rows(value: Any, num_rows: int, times: int) -> Any:
 
 
 def _refuse(call: dict[str, Any], cache: Any, num_rows: int) -> None:
-    """Raise ValueError for outputs that have no mixture, and for a cache of other rows."""
+    """Refuse outputs that have no mixture, and a cache of other rows.
+
+    Args:
+        call: Arguments of the forward by name.
+        cache: Its cache, or None.
+        num_rows: Prompts times bases.
+
+    Raises:
+        ValueError: States which.
+    """
     for name in ("output_attentions", "output_hidden_states"):
         if call.get(name):
             raise ValueError(

@@ -151,7 +151,16 @@ class MethodChoice:
 
 
 def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
-    """Raise UserError unless the parts of a list of methods are nodes by name, without further keys."""
+    """Refuse a list of methods whose parts are not config nodes by name, or that has further keys itself.
+
+    Args:
+        nodes: Config node of each method by name.
+        keys: Other keys beside the parts; none are allowed.
+        config_path: Config key of the list, for errors.
+
+    Raises:
+        UserError: Names the key.
+    """
     mapping = isinstance(nodes, Mapping) and len(nodes) > 0
     if not mapping or not all(isinstance(node, Mapping) for node in nodes.values()):
         hint = "write method=[layer_scaling,scale_channel]"

@@ -52,7 +52,10 @@ class Composed(Method):
         return replace(self, parts=parts)
 
     def prefill(self) -> Method | None:
-        """The prefill methods of its parts, one inside the other; None where a part has none."""
+        """Return the method under which shared prompts can be read before: the parts' own ones, one inside the other.
+
+        None where a part has none.
+        """
         parts: dict[str, Method] = {}
         for name, part in self.parts.items():
             method = part.prefill()
@@ -78,7 +81,10 @@ class Composed(Method):
         return replace(self, parts=parts)
 
     def folded(self, lm: LM) -> CheckpointChange | None:
-        """The changes of all parts; None where a part has none, or two change the rotary embeddings."""
+        """Return the changes of weights that equal all parts together.
+
+        None where a part has none, or two change the rotary embeddings.
+        """
         columns: dict[int, dict[int, float]] = {}
         rope: dict[str, object] = {}
         for part in self.parts.values():

@@ -181,7 +181,11 @@ class MoICE(Method):
         return (Source(kind="path", id=str(path), field="weights"),)
 
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`; a router has to be there, and to fit the model."""
+        """Refuse a model without RoPE, missing weights, a top_k over the number of bases, routers of another model.
+
+        Raises:
+            UserError: States which.
+        """
         super().check(lm)
         num_bases = len(self.bases)
         if self.weights is None:
@@ -216,7 +220,12 @@ class MoICE(Method):
 
 
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
-    """Random routers for the layers that rotate, as the released program starts: normal, std 0.02."""
+    """Return random routers for the layers that rotate, by layer, as the released program starts: normal, std 0.02.
+
+    Args:
+        model: The model.
+        experts: Number of bases that a router chooses among.
+    """
     from posbench.methods.router import Router
 
     config = families.text_config(model)
@@ -234,7 +243,13 @@ def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
 def save_routers(
     routers: Mapping[int, Router], file: Path, metadata: Mapping[str, object]
 ) -> None:
-    """Write routers under the tensor names of the released program, with metadata as one JSON text."""
+    """Write routers to a safetensors file under the tensor names of the released program.
+
+    Args:
+        routers: Routers by layer.
+        file: The file.
+        metadata: Facts of the training, stored as one JSON text.
+    """
     from safetensors.torch import save_file
 
     tensors = {}
@@ -282,7 +297,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
 
 
 def _read_gates(file: Path) -> dict[int, dict[str, Tensor]]:
-    """The weights of the routers in a safetensors file, by layer and parameter name."""
+    """Return the weights of the routers in a safetensors file, by layer and parameter name."""
     gates: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118, it is no mapping

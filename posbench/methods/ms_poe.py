@@ -60,7 +60,11 @@ class MsPoE(Method):
         return self.order != "reversed"
 
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
+        """Refuse a model without RoPE, ratios in the wrong order, and a first layer behind the last one with RoPE.
+
+        Raises:
+            UserError: States which.
+        """
         super().check(lm)
         smallest, largest = self.ratios
         if smallest > largest:
@@ -108,9 +112,10 @@ class MsPoE(Method):
         return low + (high - low) * ratio_index.float() / num_steps
 
     def outlying(self, rotation: HandRotation) -> Tensor:
-        """Per head, how many keys the last token attends to with an outlying weight, shape (B, H)."""
+        """Return for each head how many keys the last token attends to with an outlying weight, shape (B, H)."""
         query = rotation.query[:, :, -1:]
         key = rotation.key
+        # The official program compares queries and keys before they are rotated.
         if self.variant == "paper":
             cos, sin = rotation.call.table()
             query = rotation.rotate(query, (cos[:, -1:], sin[:, -1:]))
@@ -123,7 +128,11 @@ class MsPoE(Method):
         return (above & (mean > 0)).sum(-1)
 
     def _attend(self, rotation: HandRotation) -> Tensor:
-        """Attention of a layer in which each head has its own positions, shape (B, T, H, d)."""
+        """Return the attention output of a layer in which each head has its own positions, shape (B, T, H, d).
+
+        Args:
+            rotation: Queries, keys and positions of the layer, and what earlier steps left in its memory.
+        """
         memory = rotation.memory
         if "ratios" not in memory:
             memory["ratios"] = self.head_ratios(self.outlying(rotation))

@@ -62,7 +62,13 @@ _OF_GENERATE = "posbench_of_generate"
 def scale_cached_keys(
     prefix: Prefix, model: PreTrainedModel, method: ScaleChannel
 ) -> DynamicCache:
-    """A fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it."""
+    """Return a fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it.
+
+    Args:
+        prefix: Cache of a prompt that was read without the method, and the recorded attention inputs.
+        model: The model.
+        method: The method.
+    """
     cache = fork_cache(prefix.cache)
     if method.tokens == "last" or not prefix.inputs:
         return cache
@@ -88,7 +94,15 @@ def projected_keys(
     channels: tuple[int, ...],
     factor: float,
 ) -> Tensor:
-    """The keys of a prefix, [B, G, P, d], projected again from its attention input with scaled channels."""
+    """Return the keys of a prefix, [B, G, P, d], projected again from its attention input with scaled channels.
+
+    Args:
+        prefix: Cache and recorded attention inputs of the prompts.
+        model: The model.
+        layer: The layer.
+        channels: Channels to scale.
+        factor: Their factor.
+    """
     inputs = scale_channels(prefix.inputs[layer], channels, factor)
     keys = families.project_keys(model, layer, inputs)
     return families.keys_for_cache(model, layer, keys, prefix.rotary[layer])
@@ -254,7 +268,11 @@ class ScaleChannel(Method):
         return Unmodified() if self.last == 1 else None
 
     def continuation(self) -> Continuation | None:
-        """Scaled queries and keys of the last tokens, and scaled keys of all earlier ones, where one is scaled."""
+        """Return how the method goes on behind a prefill that was read without it.
+
+        Queries and keys of later tokens, and keys of all earlier ones, are scaled as ``tokens`` says. None if several
+        last tokens are treated apart.
+        """
         if self.last != 1:
             return None
         return Continuation(
@@ -287,7 +305,11 @@ class ScaleChannel(Method):
         return scale_channels(hidden, self.channels, self.factor)
 
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
+        """Refuse channels and layers that the model does not have; warn where its RoPE depends on the prompt's length.
+
+        Raises:
+            UserError: States which.
+        """
         super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
@@ -303,7 +325,11 @@ class ScaleChannel(Method):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Replace the model's forward inside the block by one that scales the channel for the last tokens.
+
+        A prompt without a cache runs as :meth:`_run_prompt` says; on a cache that this block filled, all tokens are
+        scaled.
+        """
         model = lm.model
         forward = model.forward
         prepare_inputs = model.prepare_inputs_for_generation
@@ -362,7 +388,13 @@ class ScaleChannel(Method):
     def continue_with(
         self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any
     ) -> Any:
-        """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
+        """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already; return the output.
+
+        Args:
+            model: The model.
+            forward: Its unmodified forward.
+            inputs: Arguments of the forward.
+        """
         with ExitStack() as stack:
             if self.tokens != "earlier":
                 for layer in self.layer_indices:
@@ -498,7 +530,14 @@ class ScaleChannel(Method):
         )
 
     def _check_padding(self, mask: Any) -> None:
-        """Raise ValueError where a row's last tokens are padding."""
+        """Refuse prompts that are padded on the right, whose last tokens are padding.
+
+        Args:
+            mask: The attention mask, [B, T]; other forms cannot be checked.
+
+        Raises:
+            ValueError: A row ends with padding.
+        """
         if not (
             isinstance(self.last, int) and torch.is_tensor(mask) and mask.ndim == 2
         ):
@@ -539,13 +578,24 @@ def _select_tokens(
 
 
 def _select_from_argument(name: str, value: Any, tokens: slice, num_tokens: int) -> Any:
-    """Return the part of one argument that belongs to some tokens; an argument without a token axis is unchanged."""
+    """Return the part of one argument of a forward that belongs to some tokens.
+
+    Args:
+        name: Name of the argument.
+        value: Its value; one without an axis of tokens is returned as it is.
+        tokens: The tokens.
+        num_tokens: Number of all tokens, by which an axis of tokens is recognised.
+
+    Raises:
+        ValueError: The attention mask is no tensor.
+    """
     if value is None:
         return None
     is_tensor = isinstance(value, torch.Tensor)
     if name == "attention_mask" and not is_tensor:
         raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
     if name == "attention_mask":
+        # A token sees all earlier ones, so the mask begins with the first.
         visible = value[..., : tokens.stop]
         return visible if value.ndim == 2 else visible[:, :, tokens]
     if name == "position_ids":
@@ -573,7 +623,16 @@ def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
 
 
 def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
-    """Raise UserError unless [first, last], inclusive, lies inside the model; None passes."""
+    """Refuse a range of layers unless [first, last], inclusive, lies inside the model; None passes.
+
+    Args:
+        lm: The model.
+        name: Config key of the range, for the error.
+        layers: The range.
+
+    Raises:
+        UserError: It does not.
+    """
     if layers is None:
         return
     count = lm.layers

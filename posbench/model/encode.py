@@ -95,7 +95,7 @@ class Encoded:
 
 @contextmanager
 def _clock_at(moment: datetime) -> Iterator[None]:
-    """Freeze the clock that transformers offers to chat templates, ``strftime_now``."""
+    """Fix the time that chat templates print (``strftime_now`` of transformers) for a block."""
 
     class Clock(datetime):
         """The standard library's class, whose now is fixed."""
@@ -164,7 +164,16 @@ class Encoder:
         return sources
 
     def _render(self, prompt: str, chat: bool, system: str) -> tuple[str, bool]:
-        """The text, and whether a chat template made it."""
+        """Return the text that the model reads, and whether a chat template made it.
+
+        Args:
+            prompt: The prompt.
+            chat: Whether the task's prompts may be put into a chat template.
+            system: System message; without a template, or with one that ignores it, it goes before the prompt.
+
+        Raises:
+            UserError: The template cannot be rendered, or leaves out the prompt.
+        """
         tokenizer = self.need_tokenizer()
         template_file = CHAT_TEMPLATES.get(self.chat_template)
         has_template = template_file is not None or tokenizer.chat_template
@@ -314,7 +323,15 @@ class Encoder:
     def _encode_pieces(
         self, prompts: Sequence[list[Piece]], forms: Sequence[Mapping[str, Any]]
     ) -> list[Encoded]:
-        """Encode prompts, each made of some pieces; each of ``forms`` holds arguments of :meth:`render`."""
+        """Encode several prompts in as few calls of the tokenizer as possible.
+
+        Args:
+            prompts: The pieces whose texts make up each prompt.
+            forms: Arguments of :meth:`render` for each.
+
+        Returns:
+            Text and token ids of each; offsets are computed when they are first asked for.
+        """
         tokenizer = self.need_tokenizer()
         texts = []
         # Whether a chat template wrote the special tokens of each.
@@ -335,6 +352,7 @@ class Encoder:
             ids_of_texts.update(zip(members, encoding["input_ids"], strict=True))
 
         bos = tokenizer.bos_token_id
+        # A template may leave out the first token that the tokenizer would add.
         begins_with_bos = any(templated) and self._token_ids("a")[:1] == [bos]
         encoded = []
         for index, (text, pieces) in enumerate(zip(texts, prompts, strict=True)):
@@ -390,7 +408,10 @@ class Encoder:
         return self._without_end(list(encoding["input_ids"]), text)
 
     def _without_end(self, ids: list[int], text: str) -> list[int]:
-        """Token ids of a text without the end of sequence that some tokenizers add: a reply shall follow."""
+        """Return token ids without the end-of-sequence token that some tokenizers add, as a reply follows.
+
+        One that the text itself ends with stays.
+        """
         tokenizer = self.need_tokenizer()
         end = tokenizer.eos_token_id
         if not ids or end is None or ids[-1] != end:
@@ -432,7 +453,7 @@ class Encoder:
         ]
 
     def _cut_middle(self, prompt: str, removed: int) -> list[Piece]:
-        """The first and the last tokens of a prompt.
+        """Return the first and the last tokens of a prompt, ``removed`` fewer, as two pieces; empty if none are left.
 
         LongBench decodes both halves and tokenises the result again; so do we, for the same text.
         """
@@ -478,12 +499,13 @@ class Encoder:
         return encoded.ids, self.continuation_ids(encoded, answer)
 
     def continuation_ids(self, encoded: Encoded, text: str) -> list[int]:
-        """Token ids of a text that follows a prompt.
+        """Return the token ids of a text that follows a prompt.
 
-        The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
+        The pair is tokenised as one text where the prompt's tokens stay the same in it; otherwise the text alone.
         (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
         """
         prompt_ids = encoded.ids
+        # Depending on whether a chat template wrote the special tokens or the tokenizer adds them.
         for special in (True, False):
             pair_ids = self._token_ids(encoded.text + text, special)
             begins_with_prompt = pair_ids[: len(prompt_ids)] == prompt_ids

@@ -141,7 +141,11 @@ def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
 
 @contextmanager
 def _checking_layers(lm: Any) -> Iterator[None]:
-    """Refuse the first layer whose output at the last token is not finite."""
+    """Check inside a block the embedding and every layer's output at the last token; raise where one is not finite.
+
+    Raises:
+        UserError: Names the first layer that gives NaN or infinity.
+    """
 
     def check(module_name: str, hidden: Tensor) -> None:
         if not bool(torch.isfinite(hidden[:, -1]).all()):
@@ -172,13 +176,17 @@ def _checking_layers(lm: Any) -> Iterator[None]:
 @guarded
 @inference_mode
 def probe(lm: Any, ids: Sequence[int]) -> None:
-    """Run one prompt and look at the queries, keys and values of every layer, too.
+    """Run one prompt, and check logits and every layer's queries, keys and values for NaN and infinity.
 
-    A kernel may answer NaN with a number, so that the logits do not show it. Families whose attention does
+    A kernel may turn NaN into a number, so that the logits do not show it. Families whose attention does
     not run through the library's functions show their logits alone.
 
+    Args:
+        lm: The model.
+        ids: Token ids of the prompt.
+
     Raises:
-        UserError: Some is NaN or infinite; the message names the layer.
+        UserError: Some are NaN or infinite; the message names the layer.
     """
 
     def check(module: Any, *states: Any, following: Any, **settings: Any) -> Any:
@@ -203,7 +211,12 @@ def forward(lm: Any, **inputs: Tensor) -> None:
 
 
 def not_finite_error(lm: Any, fault: str) -> UserError:
-    """Return the error for a model with non-finite outputs in its dtype, with a hint."""
+    """Return the error for a model with non-finite outputs; its hint names a wider dtype, or the methods applied.
+
+    Args:
+        lm: The model.
+        fault: What is not finite, in words.
+    """
     dtype = str(lm.model.dtype).removeprefix("torch.")
     methods = [entry.name for entry in _entries.get(lm.model, []) if entry.changes]
     hint = "set milder parameters of the method"

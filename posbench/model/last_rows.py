@@ -75,7 +75,10 @@ class LastRows:
 
     @contextmanager
     def scaling(self, num_rows: int) -> Iterator[None]:
-        """Scale the last ``num_rows`` tokens of prompts that run, without gradients, inside the block."""
+        """Scale the channels for the last ``num_rows`` tokens of prompts that run inside the block, without gradients.
+
+        The attention of these rows is computed once more with scaled queries and keys, and replaces their output.
+        """
 
         def make_hook(layer: int) -> Any:
             def keep_input(
@@ -152,7 +155,18 @@ class LastRows:
     def _read_columns(
         self, rotating_layer: int, head_size: int, table: Table | None
     ) -> dict[tuple[int, int], tuple[_Columns, _Columns]]:
-        """The columns of all layers, read at the first call: a few operations, not a few for each layer."""
+        """Return the weights of each layer and channel in queries and keys, as they are and turned by a right angle.
+
+        They are read at the first call, all layers in a few operations.
+
+        Args:
+            rotating_layer: A layer that rotates, whose rotation is used for all.
+            head_size: Width of a head.
+            table: cos and sin of that layer; None without rotation.
+
+        Returns:
+            By layer and channel: the columns as they are, and turned. Both make up any rotation of them.
+        """
         width = 0 if table is None else table[0].shape[-1]
         if width in self._columns:
             return self._columns[width]
@@ -193,7 +207,13 @@ def _per_coordinate(table: Table, head_size: int) -> Table:
 
 
 def _last_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask's rows of the last queries; None where the only one sees all keys."""
+    """Return the attention mask's rows of the last queries; None where the only query sees all keys.
+
+    Args:
+        mask: Mask of all rows, [B, 1, T, T], or None for a causal one.
+        query: The last queries, [B, H, rows, d].
+        key: All keys, [B, G, T, d].
+    """
     num_rows = query.shape[2]
     if mask is not None:
         return mask[:, :, -num_rows:]

@@ -131,7 +131,10 @@ class LM(Encoder):
     def _left_padded(
         self, rows: Sequence[Sequence[int]], past: int
     ) -> tuple[Tensor, Tensor]:
-        """Token ids and mask of prompts, [B, T] each; those behind the first ``past`` columns count as read."""
+        """Return token ids and mask of prompts, padded on the left to the longest, [B, T] each.
+
+        Tokens in columns from ``past`` on are counted as read by the model; earlier ones are in its cache.
+        """
         width = max(map(len, rows))
         ids = np.full((len(rows), width), self._pad_id())
         mask = np.zeros_like(ids)
@@ -180,7 +183,7 @@ class LM(Encoder):
         batch_size: int = 8,
         prefix: Prefix | None = None,
     ) -> list[str]:
-        """The texts of :meth:`generate_replies`, which has the same arguments."""
+        """Return the texts of :meth:`generate_replies`, which has the same arguments."""
         replies = self.generate_replies(
             rows,
             max_new_tokens=max_new_tokens,
@@ -281,7 +284,17 @@ class LM(Encoder):
         stop: Sequence[str],
         prefix: Prefix | None,
     ) -> Tensor:
-        """Token ids of the continuations of one batch of token rows, padded at the end, [B, T]."""
+        """Generate the replies to one batch of prompts.
+
+        Args:
+            rows: Token ids of each prompt.
+            settings: Generation settings of transformers.
+            stop: Texts at which a reply ends.
+            prefix: Cache that already holds the beginning of each prompt; None without one.
+
+        Returns:
+            Token ids of the replies, padded at the end, [B, T].
+        """
         tokenizer = self.need_tokenizer()
         # generate() takes whole prompts and cuts off the cached part.
         ids, mask = self._left_padded(rows, prefix.tokens if prefix else 0)
@@ -452,7 +465,13 @@ class LM(Encoder):
     def _answer_inputs(
         self, prompt_inputs: dict[str, Tensor], targets: Tensor, pad_id: int = 0
     ) -> dict[str, Tensor]:
-        """Inputs of a forward over the answer tokens [B, A] but the last, behind a prompt in the cache."""
+        """Return the inputs of a forward over answers behind prompts in the cache, without each answer's last token.
+
+        Args:
+            prompt_inputs: Inputs with which the prompts were read.
+            targets: Token ids of the answers, padded at the end with negative numbers, [B, A].
+            pad_id: Replaces the padding.
+        """
         ids = targets[:, :-1]
         is_token = ids >= 0
         steps = torch.arange(1, targets.shape[1], device=self.device)
@@ -465,7 +484,11 @@ class LM(Encoder):
         }
 
     def answer_nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict them, [B, A].
+        """Return the mean cross-entropy per answer token (nats) of each answer, [B].
+
+        Args:
+            logits: Logits that predict the answers' tokens, [B, A, V].
+            targets: Token ids of the answers, padded with negative numbers, [B, A].
 
         Raises:
             NotFinite: Some is no number; :func:`posbench.model.guard.guarded` names the layer.
@@ -515,7 +538,7 @@ class LM(Encoder):
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Make families outside the library's attention functions compute, and return, all their weights."""
+        """Make families outside the library's attention functions compute and return all their weights in a block."""
 
         def without_bias(
             _: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -526,6 +549,7 @@ class LM(Encoder):
         is_eager = config._attn_implementation == "eager"
         mask_has_bias = families.family_of(self.model).mask_has_bias
         with ExitStack() as stack:
+            # Their other kernels get ALiBi's bias in the mask; eager attention would add it twice.
             if mask_has_bias and config.alibi and not is_eager:
                 modules = families.attention_modules(self.model)
                 stack.enter_context(pre_hooks(modules, None, lambda _: without_bias))
@@ -625,7 +649,14 @@ def _batches_or_one(
     prefix: Prefix | None,
     boundary: int | None,
 ) -> list[list[int]]:
-    """Indices of the prompts of each batch; prompts that continue a prefix are one batch, in their order."""
+    """Return the indices of the prompts of each batch, prompts of similar length together.
+
+    Args:
+        prompts: Token ids of each prompt.
+        size: Prompts in a batch.
+        prefix: A cache of all prompts' beginnings, in their order: then all are one batch.
+        boundary: Length that must not lie inside a batch; see :func:`posbench.model.families.rope_boundary`.
+    """
     if prefix is not None:
         return [list(range(len(prompts)))]
     lengths = [len(prompt) for prompt in prompts]

@@ -258,7 +258,15 @@ def is_in_process(model: Any) -> bool:
 
 
 def _check_address(address: str, key_env: str) -> None:
-    """Refuse a server's address that is none or holds a secret; ``key_env`` is the place for that."""
+    """Refuse a server's address that is no URL, or holds a password or query.
+
+    Args:
+        address: The address.
+        key_env: Environment variable that the hint names for the key.
+
+    Raises:
+        UserError: The address is refused; a secret is not printed.
+    """
     try:
         url = urlsplit(address)
         _ = url.port  # raises where it is no number
@@ -332,7 +340,7 @@ class CheckpointReader(Encoder):
 
 
 def read_checkpoint(config: ModelConfig) -> CheckpointReader:
-    """Config and tokenizer of a checkpoint, downloaded where they are not on this machine; no weights.
+    """Read config and tokenizer of a checkpoint without its weights; download them where they are not here.
 
     Raises:
         UserError: Unknown architecture; config or tokenizer are missing or cannot be read.
@@ -393,7 +401,7 @@ def model_config(source: str, **values: Any) -> ModelConfig:
 
 
 def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's node with its blocks gathered under ``blocks``."""
+    """Return a model's config node in which its blocks (constants of a method, task, ...) lie under ``blocks``."""
     keys = {key.name for key in fields(ModelConfig)}
     node: dict[str, Any] = {}
     blocks: dict[str, Any] = {}
@@ -506,7 +514,11 @@ def load_without_weights(
 def _with_reader(
     config: ModelConfig, checkpoint: CheckpointReader, model: PreTrainedModel
 ) -> LM:
-    """A model and its tokenizer; UserError unless they fit."""
+    """Return the model with its tokenizer, in evaluation mode, and without RoPE if the config says so.
+
+    Raises:
+        UserError: The tokenizer has more tokens than the embedding.
+    """
     tokenizer = checkpoint.need_tokenizer()
     num_rows = model.get_input_embeddings().weight.shape[0]
     num_tokens = tokenizer.vocab_size
@@ -527,7 +539,12 @@ def _with_reader(
 
 @contextmanager
 def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None]:
-    """Turn errors that libraries raise on a checkpoint into one line."""
+    """Turn errors that libraries raise on a checkpoint inside the block into UserErrors of one line.
+
+    Args:
+        config: The model.
+        device: Device or folder that the message names if memory runs out.
+    """
     try:
         yield
     except UserError:
@@ -611,7 +628,11 @@ def usable_kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
 
 
 def torch_device(device: str) -> torch.device:
-    """The device behind ``runtime.device``; UserError if this machine has none."""
+    """Return the device that ``runtime.device`` names; ``auto`` is the GPU if there is one.
+
+    Raises:
+        UserError: This machine has no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -98,7 +98,13 @@ def _common_prefix_length(a: IntArray, b: IntArray) -> int:
 
 
 def _branch_point(previous_ids: IntArray, ids: IntArray, path: list[Segment]) -> int:
-    """Number of tokens that a prompt takes over from the previous one, whose segments are ``path``."""
+    """Return how many tokens of the prompt before a prompt can take over instead of computing them.
+
+    Args:
+        previous_ids: Token ids of the prompt before.
+        ids: Token ids of the prompt.
+        path: Segments that make up the prompt before.
+    """
     start = _common_prefix_length(previous_ids, ids)
     if start == len(ids) == len(previous_ids):
         return start
@@ -142,7 +148,7 @@ def group_by_prefix(prompts: Prompts, capacity_tokens: int) -> list[list[int]]:
 
 
 def reason_not_shareable(model: PreTrainedModel) -> str:
-    """Why prompts cannot share a prefill in a model; empty where they can."""
+    """Return the reason, in words, why prompts cannot share a prefill in a model; empty where they can."""
     config = families.text_config(model)
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     # Some models have parameters for each kind of layer.
@@ -170,7 +176,10 @@ def token_bytes(lm: LM) -> int:
 @guarded
 @inference_mode
 def _measure_token_bytes(lm: LM) -> int:
-    """The bytes that two tokens leave, divided by two."""
+    """Return the bytes that a token takes in a prefix store, measured on two tokens.
+
+    They hold keys and values of all layers, recorded attention inputs, and tables of the rotary embedding.
+    """
     prefix = Prefix(transformers.DynamicCache())
     ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
     with recording_inputs(lm.model, prefix, [0], range(lm.layers)):
@@ -353,7 +362,13 @@ def computed_spans(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int
 @guarded
 @inference_mode
 def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
-    """Run segments of one level and store their keys, values and recorded states."""
+    """Run segments whose prefixes are all stored, in one batch, and store their keys, values and recorded states.
+
+    Args:
+        lm: The model.
+        store: Where prefixes are taken from and results go.
+        batch: The segments.
+    """
     prompts = [store.prompts[segment.prompt] for segment in batch]
     token_slots = [store.layout.token_slots[segment.prompt] for segment in batch]
     starts = [start for start, _ in computed_spans(store.prompts, batch)]

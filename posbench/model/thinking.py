@@ -143,7 +143,12 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
 
 
 def _split_known_marks(text: str, opened: bool) -> SplitReply:
-    """The parts of a reply by :data:`THINKING_MARKS`."""
+    """Split a reply into answer and thinking at pairs of marks such as ``<think>`` and ``</think>``.
+
+    Args:
+        text: The reply.
+        opened: The chat template wrote the first mark, so that the reply begins inside the thinking.
+    """
     form: Form = "opened" if opened else ""
     ends = [
         (text.rfind(end) + len(end), end) for _, end in THINKING_MARKS if end in text
@@ -151,6 +156,7 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
     thinking = ""
     answer = text
     if ends:
+        # All up to the last closing mark is thinking, but for text before the first opening one.
         index, end = max(ends)
         before = text[: index - len(end)]
         starts = [before.find(begin) for begin, _ in THINKING_MARKS if begin in before]
@@ -164,6 +170,7 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
     begins = [
         (answer.find(begin), begin) for begin, _ in THINKING_MARKS if begin in answer
     ]
+    # A mark is opened and not closed: the reply was cut while thinking.
     if begins:
         index, begin = min(begins)
         rest = _without_marks(answer[index + len(begin) :])
@@ -217,7 +224,13 @@ def _first_section(text: str) -> _Section | None:
 
 
 def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Section:
-    """The section from a first mark to the last of those that may end it."""
+    """Return the section of a text from its first mark to the last mark that may end it; to the end without one.
+
+    Args:
+        text: The text.
+        begin: The first mark.
+        ends: Marks that may end the section, in their order.
+    """
     if not ends:
         return _Section(text[begin.end() :], "", begin[0].strip())
     end = ends[-1]
@@ -231,6 +244,7 @@ def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Sec
 
 
 def _special_section(text: str) -> _Section | None:
+    """Return the section that begins with a special token such as ``<|channel|>``; None if the text does not."""
     begin = SPECIAL.match(text)
     if not begin or _core(begin[0]) in TEXT_NAMES:
         return None
@@ -239,6 +253,7 @@ def _special_section(text: str) -> _Section | None:
         for match in SPECIAL.finditer(text, begin.end())
         if match[0] != begin[0] and _core(match[0]) not in TEXT_NAMES
     ]
+    # A mark of the same name ends it; else any other special token does.
     same = [match for match in others if _core(match[0]) == _core(begin[0])]
     return _section(text, begin, same or others)
 

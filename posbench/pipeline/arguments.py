@@ -103,7 +103,7 @@ class Flags(NamedTuple):
 
 
 def read_flags(args: Sequence[str]) -> Flags:
-    """Separate overrides from flags.
+    """Separate the overrides of a command line (``key=value``) from its flags (``-m``, ``--config-dir``).
 
     Raises:
         UserError: A flag is unknown, or has no value.
@@ -217,9 +217,10 @@ def parse_request(
 
 
 def _implied_model(overrides: Sequence[Override]) -> str:
-    """The choice of model where none is typed but a server or a checkpoint is; empty elsewhere.
+    """Return the choice of group ``model`` that typed keys imply: ``endpoint`` for a server, ``hub`` for a checkpoint.
 
-    The default model's name and constants are not theirs.
+    It is empty where the user chose a model, or typed neither ``model.base_url`` nor ``model.path``. Without this
+    choice the default model's name and constants would be used for another model.
     """
     set_keys = {o.key_or_group: o for o in overrides if not o.is_delete()}
     if "model" in set_keys:
@@ -271,16 +272,21 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
 def _name_path_models(
     overrides: Sequence[str], folders: Sequence[Path]
 ) -> tuple[list[str], dict[str, str]]:
-    """Overrides in which folders and hub ids of ``model=`` are choices of that group, and these by their names."""
+    """Register each folder or hub id that is typed as ``model=PATH`` as a choice of group ``model``.
+
+    Returns:
+        The overrides with the names of these choices in place of the paths, and the path of each name.
+    """
     known_names = choices(*paths.group_folders("model", folders))
     names = dict[str, str]()
-    named = list[str]()
+    rewritten = list[str]()
     for override in overrides:
         key, _, value = override.partition("=")
         is_folder = key == "model" and sources.exists(Path(value).expanduser())
+        # Lists, dictionaries and sweeps of Hydra; a folder may have such signs in its name.
         has_syntax = bool(re.search(r"[\[\](){}'\"]", value)) and not is_folder
         if key != "model" or has_syntax:
-            named.append(override)
+            rewritten.append(override)
             continue
         values = [value] if is_folder else [part.strip() for part in value.split(",")]
         for path in values:
@@ -288,14 +294,19 @@ def _name_path_models(
                 names[path] = model_name(path, [*known_names, *names.values()])
                 node = {"path": path, "source": USER_SOURCE}
                 ConfigStore.instance().store(group="model", name=names[path], node=node)
-        named.append("model=" + ",".join(names.get(path, path) for path in values))
-    return named, {name: path for path, name in names.items()}
+        rewritten.append("model=" + ",".join(names.get(path, path) for path in values))
+    return rewritten, {name: path for path, name in names.items()}
 
 
 def _name_run_methods(
     overrides: Sequence[str],
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Overrides in which ``from:RUN`` is a choice of ``method``, and the config nodes of these choices by name."""
+    """Register each ``method=from:RUN`` as a choice of group ``method`` with the constants of that run.
+
+    Returns:
+        The overrides with the names of these choices in place of ``from:RUN``, and the config node of each name.
+    """
+    # RUN may be a hash, which is looked up in the folder of outputs of this command.
     outputs = Path(Runtime.outputs)
     for override in overrides:
         key, _, value = override.partition("=")
@@ -310,12 +321,12 @@ def _name_run_methods(
         ConfigStore.instance().store(group="method", name=name, node=nodes[name])
         return name
 
-    named = []
+    rewritten = []
     for override in overrides:
         if override.startswith("method="):
             override = RUN_OF_METHOD_PATTERN.sub(name_run, override)
-        named.append(override)
-    return named, nodes
+        rewritten.append(override)
+    return rewritten, nodes
 
 
 def _is_path(value: str) -> bool:
@@ -329,6 +340,11 @@ def _is_path(value: str) -> bool:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides with Hydra's grammar; values that it would not accept bare are put in quotes first.
+
+    Raises:
+        UserError: An override is not of the form key=value, or its value has unbalanced brackets or quotes.
+    """
     quoted = []
     for override in overrides:
         match = BARE_OVERRIDE.fullmatch(override)
@@ -441,7 +457,11 @@ def _check_choice(
 
 
 def _chosen_values(override: Override, known_names: Sequence[str]) -> list[str]:
-    """The values that an override chooses; of a pattern the known names that match, else itself."""
+    """Return the names that an override of a config group chooses, several where it is a sweep.
+
+    A pattern (``glob(*)``) chooses the known names that match it; one that matches none is returned as typed, so that
+    the caller refuses it by name.
+    """
     value = override.value()
     if isinstance(value, Glob):
         pattern = str(override.input_line).partition("=")[2]

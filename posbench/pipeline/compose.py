@@ -254,7 +254,13 @@ def _hydra_errors_translated(arguments: _Arguments) -> Iterator[None]:
 
 
 def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
-    """Errors that Hydra, OmegaConf and the YAML parser still raise, in our form."""
+    """Turn an error of Hydra, OmegaConf or the YAML parser into a UserError of one line.
+
+    Args:
+        error: The error.
+        overrides: What was composed.
+        folder: Config folder that was read.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     reason = text
     if len(text) > MAX_REASON_LENGTH:
@@ -397,7 +403,11 @@ def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's node with all defaults, and a name that is safe for a folder."""
+    """Return a model's config node with the defaults of all missing keys, and a name that can name a folder.
+
+    A checkpoint without a name is named after its path. A served model with a name such as ``org/model`` keeps it in
+    ``served``, which is sent to the server.
+    """
     fields = default_values(ModelConfig)
     del fields["blocks"]
     model = {**fields, **node}
@@ -472,10 +482,15 @@ def _mapping(node: Any, *keys: str) -> Mapping[str, Any]:
 def _read_blocks(
     model: Mapping[str, Any], folders: Sequence[Path], typed: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """The blocks of a model's file.
+    """Return the blocks of a model's file: constants of a method, task, search or study for this model, by its name.
+
+    Args:
+        model: The model's config node.
+        folders: Config folders.
+        typed: Keys that the user typed.
 
     Raises:
-        UserError: A block belongs to no method, task or study, or a typed key to none of its settings.
+        UserError: A block belongs to no method, task, search or study, or a typed key to none of its settings.
     """
     fields = default_values(ModelConfig)
     blocks = {
@@ -527,8 +542,18 @@ def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
 def _need_used_blocks(
     raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequence[str]
 ) -> None:
-    """Refuse a typed key of a block that nothing in the config reads; studies also read keys of methods."""
+    """Refuse a typed key of a model's block (see :func:`_read_blocks`) that this run would not read.
+
+    Args:
+        raw: The composed config.
+        blocks: The model's blocks by name.
+        typed: Keys that the user typed, such as ``model.scale_channel.factor``.
+
+    Raises:
+        UserError: The block's method, task, search or study is not part of the run.
+    """
     used = set[str]()
+    # Studies also read the constants of methods that they apply themselves.
     if raw.get("study"):
         used.update(choices(paths.CONF / "method"))
     for group in GROUPS_WITH_BLOCKS:
@@ -614,7 +639,11 @@ def _fill_node(
 
 
 def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
-    """Resolve references between keys."""
+    """Replace references to other keys (``${...}``) by their values.
+
+    Raises:
+        UserError: A referenced key does not exist, or a mandatory value (``???``) is missing.
+    """
     if not UNRESOLVED.search(json.dumps(raw, default=str)):
         return raw  # as most are: OmegaConf takes longer to resolve nothing than to read the files
     try:

@@ -99,7 +99,7 @@ def show(
 
 
 def _table(estimates: Sequence[WorkEstimate], seconds: Sequence[float] | None) -> Table:
-    """A line for each stage; with seconds, the time too."""
+    """Return the printed table of an estimate: a line for each stage, with a column of times if they are known."""
     header = ["stage", "prompts", "tokens asked", "computed", "steps of generation"]
     rows = []
     for work in estimates:
@@ -113,7 +113,7 @@ def _table(estimates: Sequence[WorkEstimate], seconds: Sequence[float] | None) -
 
 
 def _memory_line(costs: Costs, estimates: Sequence[WorkEstimate]) -> str:
-    """The memory of weights, and the largest of KV caches and of shared prefills."""
+    """Return the sentence on memory: of the weights, and the largest of any stage for KV caches and shared prefills."""
     line = f"{costs.parameters:,} parameters, {decimal(costs.weight_bytes)} in memory"
     cache = max((costs.cache_bytes(work) for work in estimates), default=0)
     prefix = max((costs.prefix_bytes(work) for work in estimates), default=0)
@@ -173,7 +173,16 @@ def estimate_run(
 
 
 def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEstimate]:
-    """Workload of the search: its calibration prompts, and the prompts of a second task that it watches."""
+    """Return the work of the search on its calibration prompts, and on a second task whose scores it must not lower.
+
+    Args:
+        config: The config.
+        run: The run, with the model's outline.
+        characters: Prompts of about this many characters are encoded; the rest is extrapolated.
+
+    Returns:
+        An estimate for each of the two; none for a search whose workload is not known.
+    """
     task = config.task
     search = config.search
     estimates = []
@@ -207,7 +216,11 @@ def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEsti
 def _sample(
     examples: Sequence[Example], characters: int
 ) -> tuple[list[Example], float]:
-    """The first questions at all their gold positions, and the ratio of the characters of all examples to theirs."""
+    """Return the first questions, at all their gold positions, until ``characters`` are reached.
+
+    Returns:
+        The examples, and the factor from their characters to those of all examples.
+    """
     questions = dict[str, list[Example]]()
     for example in examples:
         questions.setdefault(example.question_id, []).append(example)
@@ -228,7 +241,14 @@ def _estimate_rows(
     examples: Sequence[Example],
     characters: int,
 ) -> WorkEstimate:
-    """Examples under methods, as the run will plan them."""
+    """Return the work of a stage that makes a row for each example and method, from the same plan as the run's.
+
+    Args:
+        subjects: The methods of the run.
+        stage: ``evaluate``, which generates replies, or ``intervene``, which reads attention.
+        examples: All examples.
+        characters: Prompts of about this many characters are planned; the rest is extrapolated.
+    """
     run = subjects[0].run
     run.evaluation, factor = _sample(examples, characters)
     encoded = run.prompts.encode(run.evaluation)
@@ -243,8 +263,19 @@ def _estimate_rows(
 def _estimate_passes(
     run: Run, passes: InspectionPasses, method: Method, characters: int
 ) -> list[WorkEstimate]:
-    """Workload of a study inside a method."""
+    """Return the work of a study that passes its examples through the model several times.
+
+    Args:
+        run: The run.
+        passes: The examples, and how many passes and replies there are for each.
+        method: The method under which the study runs.
+        characters: Prompts of about this many characters are planned; the rest is extrapolated.
+
+    Returns:
+        The reading, and the replies; without those that have no prompts.
+    """
     share = None
+    # A prefill can be shared only if the method leaves it as it computes it itself.
     if passes.shared and method.prefill() == method:
         share = run.runtime.share
     study_run = replace(run, runtime=replace(run.runtime, share=share))

@@ -191,9 +191,9 @@ def execute(
 
 
 def _has_ended(out: RunDir, config: Config) -> bool:
-    """Whether all of a run is made.
+    """Whether a run's folder holds everything that this config asks for.
 
-    A run that stopped at its budget, or after enough questions, is finished under that setting and resumes under a much
+    A run that stopped at its budget, or after enough questions, has ended under that setting and resumes under a much
     larger budget. Scores of ``posbench rescore`` are made again.
     """
     if "evaluate" in config.stages and was_rescored(out):
@@ -213,7 +213,13 @@ def _has_current_report(out: RunDir, config: Config) -> bool:
 
 
 def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
-    """Whether the recorded reason for stopping a stage holds under this config, too."""
+    """Whether a stage that stopped early under a budget or stop rule would stop at the same place under this config.
+
+    Args:
+        stage: The stage's entry in ``status.json``.
+        config: The config, whose budget may be larger now.
+    """
+    # It stopped because the shape of the curve was decided (runtime.until).
     if stage.get("decided"):
         return bool(config.runtime.until)
     if config.budget is None:
@@ -222,6 +228,7 @@ def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
     if budget_then is None:  # an older run does not say it
         return True
     unit, size = config.budget.amount
+    # A budget of the same unit that is only a little larger is not worth another session.
     return unit in budget_then and size < RESUMING_BUDGET_RATIO * budget_then[unit]
 
 
@@ -239,7 +246,13 @@ def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
 def _worker_pool(
     config: Config, run: Run, worker_main: WorkerMain | None
 ) -> Iterator[None]:
-    """Let worker processes make shards of the rows where ``runtime.workers`` asks for more than this one."""
+    """Start worker processes for a block if ``runtime.workers`` is more than one; each makes a shard of the rows.
+
+    Args:
+        config: The config.
+        run: Gets its own shard and the pool.
+        worker_main: What a worker process runs; None in a worker, which starts no others.
+    """
     count = config.runtime.workers
     if worker_main and count > 1 and is_shardable(config):
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -253,12 +266,13 @@ def _worker_pool(
 
 
 def _merge_shards(run: Run) -> None:
-    """Wait for the workers, check rows that several processes made, and add their records to the run's.
+    """Wait for the workers, check a sample of their rows, and add their records of cost to the run's.
 
-    Shards that were merged are gone, so that a second call changes nothing.
+    Shards are removed once merged, so that a second call changes nothing.
     """
     if run.workers:
         run.workers.finish()
+    # The shards of submitted jobs may be merged already; their rows still need the check, once.
     is_submitted = (run.out.path / SUBMITTED).is_file()
     was_audited = AUDIT in run.out.facts(PROVENANCE)
     if shard_folders(run.out.path) or (is_submitted and not was_audited):
@@ -288,7 +302,13 @@ def is_shardable(config: Config) -> bool:
 
 @contextmanager
 def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator[None]:
-    """Give a run with a budget of time its deadline, and record the used time regularly."""
+    """Give a run with a budget of time its deadline for a block, and record the used time regularly.
+
+    Args:
+        run: Gets the deadline.
+        budget: The budget; nothing is done unless it is a time.
+        watch: Measures the time of this session; that of earlier ones is added.
+    """
     if budget is None or budget.seconds is None:
         yield
         return
@@ -344,7 +364,8 @@ def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:
 
 
 def _announce_long_run(config: Config, run: Run) -> None:
-    """Say that a run will take long on this machine, with a budget that would do."""
+    """Print the expected time of a run that will take long on this machine, and a budget that shortens it."""
+    # The model was not loaded (all rows are there, or it is served), or is small.
     if "lm" not in vars(run) or Costs.of(run.lm).parameters < LIGHT_PARAMETERS:
         return
     from posbench.pipeline.budget import describe_long_run
@@ -471,23 +492,28 @@ def claim_run(
 
 
 def _check_cut_prompts(config: Config, run: Run) -> None:
-    """Refuse prompts that a cut leaves without their gold item.
+    """Refuse prompts from which truncation removes the gold item, before any is answered.
 
     Raises:
-        UserError: The first fault.
+        UserError: The first of them.
     """
     is_asked = {"intervene", "evaluate", "study"} & set(config.stages)
     if not is_asked or not config.uses_model or not config.uses_task:
         return
     task = config.task
     if isinstance(task, GoldPositionTask) and task.truncation != "refuse":
+        # Encoding cuts the prompts, and refuses those.
         run.prompts.encode(run.examples("evaluation"))
 
 
 def make_run_folder(config: Config, command: str) -> Path:
-    """Return the folder for a run in other processes; it is made if there is none yet.
+    """Return the folder of a run whose rows other processes will make.
 
-    It then holds config and provenance.
+    A new folder gets the config and the provenance.
+
+    Args:
+        config: The config.
+        command: The command line that is recorded.
 
     Raises:
         UserError: A file cannot be read, or the outputs cannot be written.
@@ -515,10 +541,12 @@ def recorded_config(folder: Path) -> Config:
     folder = folder.resolve()
     out = open_run(folder)
     groups = out.config("runtime")
+    # The folder may have been moved: its outputs are three levels up.
     runtime = {**groups["runtime"], "outputs": str(out.path.parents[2])}
     folders = make_importable(out)
     config = check_config(compose_record({**groups, "runtime": runtime}, folders))
     contents = run_contents(config)
+    # The same config must still lead to this folder, else its rows would not be reproduced.
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
         allowed = (
@@ -601,7 +629,9 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
 
 
 def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:
-    """Refuse a run, and let no other copy from it, where a file that it reads has changed.
+    """Refuse a run if a file that it reads has changed since it began.
+
+    The run is marked as mixed, so that no other run copies rows from it.
 
     Raises:
         UserError: A file holds something else than when the run began.

@@ -81,7 +81,7 @@ SHOWN_DIGITS = 12
 
 
 def input_sources(config: Config) -> list[sources.Source]:
-    """Return the files that a run reads, for checkpoint, data, method, search and study."""
+    """Return all files that a run reads: checkpoint, data, and those of methods, search, study and backend."""
     needed: list[sources.Source] = []
     if config.uses_model:
         needed += config.model.files
@@ -246,7 +246,7 @@ def run_name(
 
 
 def _classes(config: Config) -> list[type]:
-    """The classes that take part, the user's own among them."""
+    """Return the classes of methods, backend, task, search and study of a run, also the user's own."""
     classes: list[type] = [*config.choice.classes]
     classes += [choice.cls for choice in config.all_methods.values()]
     if config.uses_model and not config.model.in_process:
@@ -351,7 +351,10 @@ def _files_of_module(name: str) -> list[Path]:
 
 
 def _data_files(modules: Iterable[Path]) -> set[Path]:
-    """Data files of modules: files with a module's own name, and files without a module of that name."""
+    """Return the data files that modules may read from their folders.
+
+    Those are files named like one of the modules, and files (also in data folders below) named like no module at all.
+    """
     modules = set(modules)
     data_files = set[Path]()
     for folder in {module.parent for module in modules}:
@@ -363,6 +366,7 @@ def _data_files(modules: Iterable[Path]) -> set[Path]:
             if file.suffix not in DATA_SUFFIXES or paths.MODELS in file.parents:
                 continue
             module = file.with_suffix(".py")
+            # A file named like a module that does not take part belongs to that module.
             if module in modules or not module.exists():
                 data_files.add(file)
     return data_files
@@ -458,7 +462,10 @@ def need_same_contents(
 
 
 def _git_commit() -> str | None:
-    """Commit of the checkout this runs from, marked when it has changes; None for an installed wheel."""
+    """Return the commit of the checkout this runs from, with ``-dirty`` where it has changes.
+
+    None for an installed wheel, or where git gives no answer.
+    """
     checkout = paths.PACKAGE.parent
     if not (checkout / ".git").exists():
         return None

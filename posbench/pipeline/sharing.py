@@ -104,9 +104,9 @@ def _fill_rows(config: Config, runs: Sequence[Run], console: Console) -> None:
 
 
 def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
-    """Group the jobs of a sweep that :func:`run_together` serves.
+    """Group the unfinished jobs of a sweep that differ in their methods alone, so that they share prefills.
 
-    These are unfinished runs that differ in their methods alone, where methods can share a prompt's prefill.
+    Jobs without such a partner are left out. :func:`run_together` makes the rows of a group.
     """
     groups = dict[str, list[Config]]()
     for config in configs:
@@ -127,7 +127,7 @@ def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
 
 
 def _may_share(config: Config) -> bool:
-    """Whether one process makes rows of a local model with shared prefills, and no study runs."""
+    """Whether :func:`run_together` can make a run's rows: a local model, one process, shared prefills, no study."""
     stages = set(config.stages)
     only_row_stages = stages <= {*ROW_STAGES, "search", "report"}
     local_model = config.uses_model and config.model.in_process

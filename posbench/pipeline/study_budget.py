@@ -95,9 +95,9 @@ class StudyChooser:
         return UserError("budget", text, allowed, hint)
 
     def settings_for(self, count: int) -> dict[str, int]:
-        """Return the sizes of the study, lowered in proportion so that the first one is ``count``.
+        """Return the sizes of the study by config key, lowered in proportion so that the first one is ``count``.
 
-        Sizes that stay as they are, are left out.
+        Sizes that keep their configured value are left out.
         """
         assert self.config.study is not None
         smallest = self.config.study.smallest
@@ -140,7 +140,15 @@ class StudyChooser:
     def choose(
         self, price: Price, available: float
     ) -> tuple[dict[str, Any], int] | None:
-        """Return the settings of the task and the count that fit, see :func:`posbench.pipeline.budget.choose`."""
+        """Return the largest sizes that fit into a budget.
+
+        Args:
+            price: Cost of work in the budget's unit.
+            available: What may be spent, in that unit.
+
+        Returns:
+            Settings of the task by config key, and the first size of the study; None if nothing fits.
+        """
         return choose(
             self.options(),
             lambda option, count: self.cost(option, count, price),
@@ -291,7 +299,10 @@ def _measure_factor(
 
 
 def _trial_counts(chooser: StudyChooser, most: int) -> Iterator[int]:
-    """Counts to try, each about twice the one before, ``most`` at the end."""
+    """Yield values of the study's first size to time, each about twice the one before, ``most`` at the end.
+
+    Values that lead to the same sizes as the one before are skipped.
+    """
     count = 1
     while True:
         yield count
@@ -304,7 +315,7 @@ def _trial_counts(chooser: StudyChooser, most: int) -> Iterator[int]:
 
 
 def _time_study(config: Config, run: Run) -> float:
-    """Return the seconds of a study in a folder that is thrown away."""
+    """Measure the seconds that a study takes at the sizes of a config, in a folder that is thrown away."""
     with tempfile.TemporaryDirectory(prefix="posbench-trial-") as name:
         folder = Path(name)
         trial = build_run(config, Console(quiet=True))

@@ -102,11 +102,18 @@ def _text(value: object) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
-    """A table without empty columns, at most as wide as the terminal."""
+    """Return a table without empty columns, at most as wide as the terminal.
+
+    Args:
+        title: Line above the table.
+        rows: Cells by header, the same headers in each row.
+        width: Characters of a line.
+    """
     names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     columns = [[name, *(row[name] for row in rows)] for name in names]
     num_gaps = len(columns) - 1
     gap = 2
+    # One space between columns where two would break words.
     if sum(_narrowest_widths(columns, WORD)) + gap * num_gaps > width:
         gap = 1
     fitted = fit_columns(columns, width - gap * num_gaps)
@@ -176,7 +183,13 @@ def _longest_part(column: Sequence[str], word: re.Pattern[str]) -> int:
 
 
 def _break_lines(text: str, width: int, word: re.Pattern[str]) -> str:
-    """A text in lines of a width; a name is broken only where it does not fit into a line."""
+    """Break a text into lines of at most ``width`` characters.
+
+    Args:
+        text: The text; its own line breaks stay.
+        width: Characters of a line.
+        word: Matches what is kept whole; a longer one is broken where ``NAME_PART`` separates its parts.
+    """
     lines = []
     for whole_line in text.split("\n"):
         line = ""

@@ -47,7 +47,10 @@ class RunExamples:
 
     @classmethod
     def of(cls, run: RunDir, config: Mapping[str, Any]) -> RunExamples:
-        """The examples of a run with this config, without network access."""
+        """Collect the rows of a run by example, and its prompts from the task's data, without network access.
+
+        The prompts are empty, with the reason in the last field, where the data is not on this machine or has changed.
+        """
         make_importable(run)
         task = read_recorded_task(config["task"])
         rows: dict[str, list[Row]] = {}
@@ -85,7 +88,12 @@ class RunExamples:
         return float(scores.get(self.task.metric, min(scores.values(), default=1.0)))
 
     def text(self, name: str, whole: bool = False) -> str:
-        """One example as text; ``whole`` prints all of its prompt."""
+        """Return one example as text: facts, prompt, expected answers, and the reply of each method.
+
+        Args:
+            name: Id of the example.
+            whole: Print the prompt whole, else its ends and what surrounds the gold items.
+        """
         rows = self.rows[name]
         row = next((row for row in rows if "error" not in row), rows[0])
         example = self.prompts.get(name)
@@ -127,11 +135,12 @@ class RunExamples:
         return full_prompt(example) if in_full else excerpt(example)
 
     def _reply(self, row: Row, example: Example | None, in_full: bool) -> str:
-        """One method's score, reply and the answer that was read in it."""
+        """Return the lines on one method's row: score, rewritten prompt and thinking if any, reply, and its answer."""
         method = display_name(row["method"])
         if "error" in row:
             return f"{method}: failed ({row['error']})"
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
+        # A missing answer (cut, refused, ...) is described in place of its scores.
         kind = kind_of_row(row)
         if kind:
             scores = describe_kind(row)
@@ -171,9 +180,10 @@ def shorten(text: str) -> str:
 
 
 def excerpt(example: Example) -> str:
-    """Both ends of a prompt, and the gold items with a little around them."""
+    """Return the beginning and the end of a prompt, and its gold items with a little around them."""
     text = full_prompt(example)
     spans = [(0, EDGE_CHARACTERS)]
+    # Items' spans count from the start of the user's text; the system prompt comes before it.
     offset = len(f"{example.system}\n\n") if example.system else 0
     gold_items = [example.items[i] for i in example.gold_positions if example.items]
     for item_start, item_end in sorted(gold_items):

@@ -68,7 +68,7 @@ def _is_gallery(page: Path) -> bool:
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
-    """The number of experiments, and of the papers' claims by verdict."""
+    """Return the gallery's first sentence: numbers of experiments and runs, and of the papers' claims by verdict."""
     experiments = "experiment" if len(entries) == 1 else "experiments"
     num_runs = sum(len(entry.runs) for entry in entries)
     text = f"{len(entries)} {experiments}, {num_runs} runs."
@@ -90,7 +90,7 @@ def paper_of(entry: Entry) -> str:
 
 
 def paper_shows(entry: Entry) -> str:
-    """The paper's claims, else the source of its numbers."""
+    """Say what the paper shows: its claims, else where its numbers come from; empty without either."""
     text = "; ".join(map(str, entry.experiment.get("claims") or ()))
     source = (entry.experiment.get("reference") or {}).get("source")
     if not text and source:
@@ -133,12 +133,17 @@ def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
 
 
 def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
-    """Write the tables of an entry as CSV, Markdown and LaTeX; their kinds and files."""
+    """Write the tables of an entry as CSV, Markdown and LaTeX below ``root``.
+
+    Returns:
+        Kind of each table, and its three files relative to ``root``.
+    """
     (root / "tables").mkdir(exist_ok=True)
     command = f"% {heading(entry)}. Made by: {entry.command}".replace("\n", " ")
     packages = "% \\usepackage{booktabs}, and longtable for tables of more than a page"
     kinds = []
     for index, (kind, (frame, (header, rows))) in enumerate(entry.tables.items()):
+        # The first table has the plain name of the experiment.
         stem = f"tables/{entry.name}-{kind}" if index else f"tables/{entry.name}"
         write_csv(root / f"{stem}.csv", frame)
         write_text(root / f"{stem}.md", markdown(header, rows) + "\n")
@@ -150,7 +155,12 @@ def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
 
 
 def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
-    """Copy one figure in all formats that there are; its files, size in pixels, caption and label."""
+    """Copy one figure in all formats that there are.
+
+    Returns:
+        Values for the page: ``file`` (the picture shown), ``further`` (format and file of the others), its size in
+        pixels, ``caption``, and ``label`` of its run if the entry has several.
+    """
     label = panel.result.label
     stem = f"{label}-{panel.figure}"
     copies = {

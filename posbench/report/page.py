@@ -123,7 +123,10 @@ def _describe_course(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:
-    """The result of a run in one sentence, and the sections of its page.
+    """Return the result of a run in one sentence, and the sections of its page.
+
+    Args:
+        folder: The run.
 
     Raises:
         UserError: The folder is missing, is no run folder, or holds a file that cannot be read.
@@ -139,6 +142,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     sections = _study_sections(folder, config)
     if metrics is not None:
         sections += _score_sections(folder, metrics, subsets)
+    # Neither scores nor a study: at least the claims of its experiment.
     elif not sections:
         experiment = read_json(folder / "experiment.json")
         if experiment:
@@ -186,9 +190,9 @@ def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
 
 
 def describe_measurements(folder: Path) -> str:
-    """The measurements of a run without scores and claims, in words.
+    """Say what a run without scores and claims measured: the gain of a search, the times of a study.
 
-    That is the gain of a search and the times of a study; empty where it has neither.
+    It is empty where the run has neither.
     """
     texts = []
     gains = read_csv(folder / held_back.TABLE_FILE)
@@ -234,7 +238,7 @@ def describe_audit(folder: Path) -> str:
 
 
 def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
-    """The verdicts of a study and its figures, as one section; none without a study."""
+    """Return one section with a study's verdicts and figures; an empty list without a study."""
     facts = read_json(folder / "study.json")
     experiment = read_json(folder / "experiment.json") or {}
     if not facts:
@@ -270,10 +274,11 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
 def _score_sections(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
 ) -> list[Section]:
-    """Scores by gold position, position bias, the paper's numbers, and other scores."""
+    """Return sections with scores by gold position, position bias, the paper's numbers, and other scores."""
     name = metric_name(metrics).capitalize()
     text = f"{name} in % and paired difference in points, each with its 95 % interval"
     method = read_json(folder / METHOD_FILE) or {}
+    # More than its name.
     if len(method) > 1:
         text = f"As applied: {describe_method(method)}. {text}"
     positions = tables.describe_positions(metrics)
@@ -301,7 +306,7 @@ def _score_sections(
 
 
 def attention_section(attention: pd.DataFrame) -> Section:
-    """Attention to the gold item, from ``attention.csv``, as figures."""
+    """Return the section with figures of the attention to the gold item, from a table of ``attention.csv``."""
     quantity = "Attention of the last prompt token to the item with the answer"
     if attention["method"].nunique() > 1:
         caption = (

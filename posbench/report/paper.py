@@ -104,34 +104,43 @@ def reference_text(
 
 
 def _agreement_rule(reference: Sequence[Row]) -> str:
-    """When a cell agrees, and whose sampling error the test takes into account."""
+    """Return the sentence that explains when a number of ours agrees with the paper's.
+
+    Args:
+        reference: The paper's numbers; ``n``, where known, gives their sampling error.
+    """
     margin = 100 * _margin(reference[0])
     sizes = sorted({row["n"] for row in reference if "n" in row})
     if sizes:
         listed = ", ".join(map(str, sizes))
-        error = f"the paper's own sampling error (n = {listed}) is in it"
+        error_source = f"the paper's own sampling error (n = {listed}) is in it"
         if not all("n" in row for row in reference):
-            error += " where its n is known"
+            error_source += " where its n is known"
     else:
-        error = (
+        error_source = (
             "the paper's n is not known, so the interval has our sampling error alone"
         )
     return (
         f"A cell agrees if the 90 % interval of ours minus the paper's lies within {margin:g} points of zero "
-        f"(two one-sided tests at 5 %), differs if it lies wholly beyond, else it is inconclusive; {error}."
+        f"(two one-sided tests at 5 %), differs if it lies wholly beyond, else it is inconclusive; {error_source}."
     )
 
 
 def count_agreement(table: pd.DataFrame) -> str:
-    """The number of the paper's cells that agree; cells near zero are counted separately.
+    """Return a sentence with how many of the paper's cells agree, differ or are inconclusive.
 
-    A cell that was measured in several settings counts once.
+    Cells near zero are counted separately; a cell that was measured in several settings counts once.
+
+    Args:
+        table: Rows of :func:`paper_cells`.
     """
     groups = table.groupby(CELL_COLUMNS, sort=False)
     verdicts = groups["verdict"].agg(_common_verdict)
     near_zero = groups["near_zero"].first()
-    clear = tally_verdicts(verdicts[~near_zero], AGREEMENT) or "none away from zero"
-    text = f"Cells of the paper: {clear}."
+    clear_counts = (
+        tally_verdicts(verdicts[~near_zero], AGREEMENT) or "none away from zero"
+    )
+    text = f"Cells of the paper: {clear_counts}."
     if near_zero.any():
         count = near_zero.sum()
         text += (
@@ -239,7 +248,7 @@ def paper_table(table: pd.DataFrame) -> Table:
 
 
 def _paper_lines(row: Any) -> dict[str, str]:
-    """The lines of one cell of :func:`paper_table`; empty ones without a row."""
+    """Return the four lines of one cell of :func:`paper_table` by their names; empty texts if it was not measured."""
     if row is None:
         return {"paper %": "", "ours %": "", "difference": "", "verdict": ""}
     return {

@@ -156,7 +156,10 @@ def _key(folder: Path, root: Path) -> str:
 
 
 def _stamp(folder: Path) -> list[list[int] | None]:
-    """Inode, size and times of change of every file behind a summary; None for a missing file."""
+    """Return inode, size and change times of each file behind a summary, None for a missing one.
+
+    A stored summary is used again only while these are the same.
+    """
     stamps: list[list[int] | None] = []
     for name in SUMMARY_FILES:
         try:
@@ -208,7 +211,11 @@ def read_summaries(folders: Sequence[Path]) -> list[RunSummary]:
 
 
 def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
-    """A run without its estimates, and the rows of metrics.csv that these are made from."""
+    """Read the summary of a run, without its estimates.
+
+    Returns:
+        The summary, and the rows of metrics.csv from which its estimates are made; none unless the run is done.
+    """
     run = open_run_dir(folder)
     config = dict[str, Any]()
     try:
@@ -222,6 +229,7 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
     state = _state(run, status) if is_intact else "damaged"
     is_done = state.startswith("done")
     if is_done:
+        # Parameters that were left open hold what the search found.
         config = fill_nulls(config, {"method": method})
     summary = RunSummary(
         folder,

@@ -148,7 +148,11 @@ def find_finished_sweep(
 def _parse_overrides(
     overrides: Sequence[Sequence[str]],
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """The setting of every job, and the keys whose values differ between jobs."""
+    """Split the overrides of each job into keys and values.
+
+    Returns:
+        Value by key of every job, and the keys whose values differ between jobs.
+    """
     settings = [
         dict(text.split("=", 1) for text in of_job if "=" in text)
         for of_job in overrides
@@ -166,7 +170,7 @@ def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
 
 
 def _show(folder: Path, console: Console, command: str) -> None:
-    """Print the result of a sweep, and draw its page."""
+    """Print the result of a sweep (its scores, or verdicts if it has no scores), and draw its page."""
     summary = read_csv(folder / "summary.csv")
     if summary is None:
         findings = read_csv(folder / "findings_summary.csv")
@@ -191,7 +195,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
 
 
 def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
-    """Write the experiment's facts, and the paper's numbers for each run's model."""
+    """Write the experiment's claims, and the paper's numbers for each run's model, into the sweep's folder."""
     runs = [run for run in runs if (run / "experiment.json").is_file()]
     if not runs:
         return
@@ -207,6 +211,7 @@ def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
     if rows:
         facts["note"] = ""  # a run in another setting has no row here
     else:
+        # No run has a model of the paper: its numbers are shown without ours.
         rows = next(filter(None, references), [])
     write_json(folder / "experiment.json", facts)
     write_json(folder / "reference.json", rows)
@@ -259,7 +264,7 @@ def _csv_record(values: Sequence[str]) -> str:
 
 
 def summarise_again(folder: Path, console: Console) -> None:
-    """Collect a sweep again whose runs have changed since."""
+    """Write a sweep's tables and page again from its runs, which have changed since."""
     open_undamaged(folder, only=[JOBS])
     jobs = read_json(folder / JOBS, Objects)
     # The outputs may have moved: the runs are where they lie now.
@@ -342,7 +347,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
 
 
 def _job_notes(folder: Path) -> list[str]:
-    """Notes on the jobs of a sweep: which failed, and whether all asked the same prompts."""
+    """Return sentences on a sweep's jobs: which failed, and whether code or prompts differ between them."""
     notes = []
     failed = [
         " ".join(job["overrides"])
@@ -403,7 +408,11 @@ def _score_figure(
 
 
 def _render_verdicts(folder: Path, command: str) -> Path:
-    """The page of a sweep whose runs judged claims and scored nothing."""
+    """Write the page of a sweep whose runs judged claims and scored nothing; return its path.
+
+    Raises:
+        UserError: No run has findings.
+    """
     findings = read_csv(folder / "findings_summary.csv")
     if findings is None:
         raise UserError(
@@ -656,7 +665,10 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
 
 
 def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
-    """The range of the position bias, and the settings without one; empty if no setting has one."""
+    """Return phrases on the range of the position bias over settings, and on settings where it cannot be measured.
+
+    The list is empty if it was measured in no setting.
+    """
     with_bias = [setting for setting in settings if setting.bias]
     values = [(s.bias.value, s.name) for s in with_bias if _has_value(s.bias)]
     if not values:
@@ -706,7 +718,13 @@ def _by_key(rows: pd.DataFrame, column: str) -> Mapping[str, Any]:
 def _range(
     values: Sequence[tuple[float, str]], lowest_unit: str, highest_unit: str
 ) -> str:
-    """`runs from 70.0 % (a) to 80.0 % (b)`: the lowest and highest share with their settings; of one, `is`."""
+    """Return `runs from 70.0 % (a) to 80.0 % (b)`, the lowest and the highest value; of a single one, `is 80.0 % (b)`.
+
+    Args:
+        values: Shares (0..1) with the names of their settings.
+        lowest_unit: Unit after the lowest value, empty where the highest one's is enough.
+        highest_unit: Unit after the highest value.
+    """
     lowest, lowest_setting = min(values)
     highest, highest_setting = max(values)
     highest_part = f"{100 * highest:.1f}{highest_unit} ({highest_setting})"

@@ -176,7 +176,13 @@ class _MethodColumns:
         self.header = [*map(display_name, self.methods), *titles]
 
     def cells(self, rows: pd.DataFrame, metric: str, scale: float = 100) -> list[str]:
-        """The cells of one metric, from rows that hold it once for each method."""
+        """Return the cells of one metric: its value under each method, then the difference of each method compared.
+
+        Args:
+            rows: Rows of metrics.csv with the metric once for each method.
+            metric: Name of the metric; its differences are rows named METRIC_difference.
+            scale: 100 for percentages and points, 1 for plain numbers.
+        """
         form = "z.1f" if scale == 100 else "z.3f"
         by_key: dict[Any, Any] = {(r.method, r.metric): r for r in rows.itertuples()}
         values = [
@@ -256,7 +262,10 @@ def bias_table(metrics: pd.DataFrame) -> Table:
 
 
 def unmeasurable_bias(metrics: pd.DataFrame) -> dict[str, str]:
-    """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
+    """Return by method the reason why its position bias cannot be measured, from metrics.csv rows of a run.
+
+    Methods whose bias was measured are left out.
+    """
     if "note" not in metrics:
         return {}
     missing = missing_notes(metrics)
@@ -278,7 +287,7 @@ def missing_notes(metrics: pd.DataFrame) -> dict[str, str]:
 
 
 def first_line_notes(metrics: pd.DataFrame) -> dict[str, str]:
-    """Notes where the first line scores lower than the whole reply, by method, from metrics.csv of a run."""
+    """Return by method the note that a reply's first line scores lower than the whole reply, from metrics.csv rows."""
     if "note" not in metrics:
         return {}
     rows = rows_over_all_positions(metrics, WHOLE_REPLY)

@@ -38,7 +38,7 @@ MAX_SUBSETS = 24
 
 
 def show_run(folder: Path, console: Console) -> None:
-    """Print the result of a run: tables, sentences, and where the page is."""
+    """Print the result of a run: tables, sentences, costs, and where the page is."""
     metrics = read_csv(folder / "metrics.csv")
     subsets = read_csv(folder / "subsets.csv")
     if metrics is not None:
@@ -59,7 +59,14 @@ def show_run(folder: Path, console: Console) -> None:
 def _show_scores(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print the scores of a run, its method and prompts, and the paper's numbers next to its own."""
+    """Print the scores of a run, its method and prompts, and the paper's numbers beside its own.
+
+    Args:
+        folder: The run.
+        metrics: Its metrics.csv.
+        subsets: Its subsets.csv; None if prompts have no subsets.
+        console: Where to print.
+    """
     note = describe_stop(open_run_dir(folder).status())
     console.print(summary_table(metrics, console.width, note))
     if subsets is not None:
@@ -80,7 +87,13 @@ def _show_scores(
 
 
 def summary_table(metrics: pd.DataFrame, width: int = 80, note: str = "") -> Table:
-    """The table a run ends with: scores by gold position, and in its last line a note."""
+    """Return the table a run ends with: scores by gold position.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        width: Characters of a line.
+        note: Last line below the table.
+    """
     header, rows = tables.position_table(metrics)
     table = text_table(header, rows, width)
     names = [

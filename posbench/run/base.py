@@ -88,7 +88,7 @@ class Run:
 
     @cached_property
     def lm(self) -> LM:
-        """The model, loaded when it is first needed."""
+        """The model in this process, loaded when it is first needed."""
         message = Text(f"loading {self.model.name}")
         if self.runtime.log_every and not self.console.is_terminal:
             self.console.print(message, soft_wrap=True)

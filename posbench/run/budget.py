@@ -47,7 +47,7 @@ class Budget:
         """Read a budget such as ``10min``, ``2h``, ``90s``, ``500prompts``, ``3Mtok`` or ``2usd``.
 
         Raises:
-            UserError: It is none.
+            UserError: It has no such form, is zero, or is no whole number of prompts or tokens.
         """
         match = BUDGET.fullmatch(str(value).strip())
         number = float(match[1]) if match else 0.0
@@ -167,7 +167,12 @@ class Spending(StopRule):
             return True
 
     def add(self, read: int, written: int) -> None:
-        """Count the tokens and the cost of a request."""
+        """Count the tokens and the cost of a request that was answered, which until now was only expected.
+
+        Args:
+            read: Tokens of the prompt.
+            written: Tokens of the reply.
+        """
         cost = price_of(read, written, self.price) or 0.0
         with self._lock:
             before = self._spent

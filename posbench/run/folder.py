@@ -77,7 +77,7 @@ class RunDir:
         write_text(self.path / name, json_text(data))
 
     def read_json(self, name: str) -> Row:
-        """Read the object of a JSON file; an empty one where there is no file.
+        """Read a JSON file that holds an object; empty where there is no file.
 
         Raises:
             UserError: The file is damaged, or holds no object.
@@ -91,6 +91,9 @@ class RunDir:
 
     def config(self, *groups: str) -> dict[str, Any]:
         """Read the recorded config; empty where there is none.
+
+        Args:
+            groups: Config groups that it must have.
 
         Raises:
             UserError: The file holds no config, or it lacks one of ``groups``.
@@ -120,7 +123,10 @@ class RunDir:
         self.write_json(name, {**stamped, "sum": checksum(stamped)})
 
     def facts(self, name: str) -> Row:
-        """Read a bookkeeping file; empty where it is absent, damaged or another run's."""
+        """Read ``status.json`` or ``provenance.json``, without its checksum.
+
+        It is empty where the file is absent, damaged or another run's.
+        """
         file = self.path / name
         if not file.is_file():
             return {}
@@ -156,7 +162,7 @@ class RunDir:
 
     @contextmanager
     def recorded(self, stage: str) -> Iterator[None]:
-        """Record which files a block wrote, and that the stage is done, unless the block raises."""
+        """Record that a stage is done and the checksums of the files that the block wrote, unless the block raises."""
         stamps_before = self._file_stamps()
         yield
         # Rows and bookkeeping carry checksums of their own.
@@ -314,7 +320,12 @@ class RunDir:
     def _differ_from_manifest(
         self, checksums: Mapping[str, str], only: Sequence[str] | None
     ) -> list[str]:
-        """Names of files that differ from the manifest's checksums, or were added."""
+        """Return the names of files that differ from the manifest's checksums, or were added.
+
+        Args:
+            checksums: Checksum by file name, from the manifest.
+            only: The only files to check; None checks all, and looks for added ones.
+        """
         if only is not None:
             return self._differing({name: checksums.get(name, "") for name in only})
         added = [
@@ -385,8 +396,15 @@ class RunDir:
         recorded_stages: Mapping[str, Row],
         damaged: Sequence[str],
     ) -> dict[str, Row]:
-        """The stages' records that hold although ``stages`` run again and some files are damaged."""
+        """Return the records of stages that stay valid when some stages run again and some files are damaged.
+
+        Args:
+            stages: Stages that run again.
+            recorded_stages: Records by stage, or by name of a file of rows.
+            damaged: Names of damaged files.
+        """
         repeated = list(stages)
+        # Which stage a damaged file belongs to is not known: all of them run again, from their rows.
         if damaged:
             repeated = [name for name in recorded_stages if not name.endswith(ROWS)]
         unchanged = {
@@ -425,7 +443,7 @@ class RunDir:
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     def _file_stamps(self) -> dict[str, tuple[int, int, int]]:
-        """Inode, time and size of every file but manifest, DONE, and those hidden or set aside."""
+        """Return inode, time and size by name of every file but manifest, DONE, and those hidden or set aside."""
         stamps = {}
         for file in sorted(self.path.rglob("*")):
             name = file.relative_to(self.path).as_posix()
@@ -452,7 +470,7 @@ class RunDir:
         return read_rows(self.path / name, self.id)[1]
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, each with its run and a checksum, in one flushed write."""
+        """Append rows to a JSON-lines file, each with its run and a checksum, in one flushed write."""
         text = to_lines(rows, self.id)
         need_owned(self.path)
         file = self.path / name
@@ -512,9 +530,11 @@ class RunDir:
             self.write_rows(name, ordered)
 
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
-        """Return another, undamaged run of this version that finished a stage under the same key.
+        """Return another, undamaged run of this version from which a stage's rows may be copied; None without one.
 
-        Its rows of that stage may be copied.
+        Args:
+            stage: The stage, or a file of rows.
+            key: What the rows depend on; the other run must have finished the stage under the same key.
         """
         siblings = (
             folder
@@ -583,7 +603,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run and sweep folders in an outputs folder, an experiment's or task's, or one version's."""
+    """Return the run and sweep folders below a folder of outputs, of an experiment or task, or of one version."""
     folder = folder.resolve()
     versions = [*folder.glob("v[0-9]*"), *folder.glob("*/v[0-9]*"), folder]
     runs = []
@@ -598,7 +618,9 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def find_run(name: str, outputs: Path) -> Path:
-    """Return the folder that a path or the hash of ``posbench ls runs`` names; it may be absent.
+    """Return the folder of a run from its path or the beginning of its hash (4 digits or more).
+
+    A name that fits no run is returned as a path, which may be absent.
 
     Raises:
         UserError: Several runs have that hash.

@@ -39,7 +39,7 @@ class StageMeter:
 
     @contextmanager
     def stage(self, name: str, out: RunDir) -> Iterator[None]:
-        """Record in the run folder the costs of a stage, even if it fails."""
+        """Record in the run folder the time, tokens, cost and peak memory of a stage (the block), even if it fails."""
         started = time.monotonic()
         self._loops = {}
         try:

@@ -98,7 +98,7 @@ def import_from(recorded: str | None, config: Any, reader: str) -> list[Path]:
 
 
 def _own_modules(node: Any) -> list[str]:
-    """Names of the packages, posbench's left out, of the classes that a config names."""
+    """Return the top-level packages, other than posbench, of all classes that a config names (``_target_``)."""
     names: list[str] = []
     if isinstance(node, Mapping):
         target = node.get("_target_")

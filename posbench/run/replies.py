@@ -77,16 +77,17 @@ class ReplyBatches(BatchPlan):
         return [row for part in self.parts(batch) for row in self._reply_to(part)]
 
     def _reply_to(self, batch: Sequence[Request]) -> list[Row]:
-        """The rows of requests that the model reads together."""
+        """Generate the replies to a batch of requests; return the row of each."""
         run = self.run
         asked_prompts = [self.asked_prompt(request) for request in batch]
         examples = [prompt.example for prompt in asked_prompts]
         prompts = {prompt.example.id: prompt.encoded for prompt in asked_prompts}
         with self.applied(batch) as prefix:
-            texts = reply_to_batch(self.lm, run.task, examples, prompts, prefix)
+            replies = reply_to_batch(self.lm, run.task, examples, prompts, prefix)
         rows = []
-        for request, prompt, reply in zip(batch, asked_prompts, texts, strict=True):
+        for request, prompt, reply in zip(batch, asked_prompts, replies, strict=True):
             row = make_row(run, request.example, prompt.encoded, reply)
+            # A policy rewrote the prompt: keep what was asked.
             if prompt.example.prompt != request.example.prompt:
                 row["rewritten_prompt"] = prompt.example.prompt
             rows.append(row)

@@ -242,10 +242,18 @@ class ResumableRows:
     def _read_rows(
         self, file: str, items: Sequence[Any], key: Key, proof: Proof
     ) -> tuple[list[str], dict[RowKey, Row]]:
-        """Names of the fields that identify a row, and the rows of a file by the values of these fields.
+        """Read the rows that earlier sessions left in a file.
 
-        A half-written last line is cut off, and rows that prove to be others are dropped; rows without all
-        of these fields are left out.
+        A half-written last line is cut off, and rows whose digests differ are dropped.
+
+        Args:
+            file: Name of the file.
+            items: What the rows are made from.
+            key: Returns the fields that identify an item's row.
+            proof: Returns the digests that an item's row must have.
+
+        Returns:
+            Names of the identifying fields, and the rows by the values of these fields.
         """
         self.out.repair(file)
         fields = list(key(items[0])) if items else []
@@ -264,7 +272,17 @@ class ResumableRows:
         keys: Sequence[Mapping[str, Any]],
         num_failed: int,
     ) -> list[Row]:
-        """All rows in the order of their keys, in which the file is sorted, too."""
+        """Return all rows in the order of their keys, and sort the file in that order.
+
+        Args:
+            file: Name of the file.
+            rows: Rows by their identifying values.
+            keys: Identifying fields of each row, in order.
+            num_failed: Rows that could not be made.
+
+        Raises:
+            IncompleteRun: Rows failed.
+        """
         if num_failed:
             raise IncompleteRun(
                 f"{num_failed} rows of {file} failed; run the same command again to retry them"
@@ -326,10 +344,16 @@ def _split(batch: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
 def _compute_rows(
     items: Sequence[Any], key: Key, compute: Compute, proof: Proof
 ) -> list[Row] | None:
-    """Rows of items; None where they are too many for the memory and can be split.
+    """Compute the rows of some items together; None where they do not fit into memory, so that the caller splits them.
+
+    Args:
+        items: The items.
+        key: Returns the fields that identify an item's row.
+        compute: Returns the other fields, a row for each item.
+        proof: Returns the digests that prove an item's row.
 
     Raises:
-        RuntimeError: Anything else went wrong.
+        RuntimeError: Anything else went wrong, or a single item does not fit.
     """
     try:
         rows = compute(items)

@@ -163,7 +163,10 @@ class Search(ABC):
         """Its part of the report, from the files alone."""
 
     def run(self, run: Run) -> None:
-        """Search, or copy the result of another run with the same key, and pass the result to the method."""
+        """Search, or copy the result of another run with the same key, and pass the result to the method.
+
+        Nothing is searched again where the run's folder has a finished search.
+        """
         if not run.out.stage("search").get("done"):
             key = self._key(run)
             sibling = run.out.sibling_with("search", key)
@@ -179,7 +182,11 @@ class Search(ABC):
         self._report(run, self.use_found(run))
 
     def use_found(self, run: Run) -> Mapping[str, Any]:
-        """Give the method the parameters that ``found.yaml`` holds; return the block of the method."""
+        """Give the method the parameters that ``found.yaml`` holds; return the method's block of that file.
+
+        Raises:
+            UserError: The file is damaged, or lacks the method.
+        """
         file = run.out.path / FOUND_FILE
         hint = f"remove {run.out.path}, and repeat the command"
         found: dict[str, Row] = read_yaml(file, dict[str, Row], hint=hint)
@@ -191,11 +198,12 @@ class Search(ABC):
         return block
 
     def _key(self, run: Run) -> str:
-        """Hash of everything that the result of the search and its check follow from."""
+        """Return a hash of everything that the result of the search and its check follow from."""
         target = run.method.searched
         parts: list[list[Any]] = []
         sources: list[Source] = []
         for name, part in run.method.choice.parts.items():
+            # The searched method's own values are the result, not an input.
             if part is target:
                 parts.append([name, None])
             else:
@@ -214,7 +222,7 @@ class Search(ABC):
         return short_hash(facts | dict(self.identity_facts(run)))
 
     def _copy(self, sibling: RunDir, folder: RunDir) -> None:
-        """Copy the files of another run's search."""
+        """Copy the files of another run's finished search into this run's folder."""
         folder.add_hardware(sibling.hardware())
         for name in sibling.stage("search")["files"]:
             if name in self.row_files:
@@ -393,7 +401,7 @@ def save_state(run: Run, state: dict[str, Any]) -> None:
 
 
 def load_state(run: Run) -> dict[str, Any]:
-    """Load the state written by :func:`save_state` to the CPU; empty if there is no intact state of this run."""
+    """Load what :func:`save_state` wrote, tensors on the CPU; empty if there is no intact state of this run."""
     file = run.out.path / STATE_FILE
     if not file.is_file():
         return {}

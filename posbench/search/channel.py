@@ -116,10 +116,18 @@ class ChannelSearch(DeploySearch):
     def fields_for_model(
         self, window: int, spells: bool, layers: int
     ) -> Mapping[str, Any]:
-        """Strings that fit a small window, and token ids where letters cannot be spelt.
+        """Return the settings that a model needs: strings that fit its window, token ids where it cannot spell letters.
 
         Where the sliding mean and the skipped tokens would take more than half of a string, they are scaled
         down with it, from the paper's 100 and 30 of 1000 tokens.
+
+        Args:
+            window: Tokens that the model reads.
+            spells: Whether its tokenizer has letters and digits.
+            layers: Number of layers.
+
+        Returns:
+            New values by field, of those that change.
         """
         length = min(self.length, window)
         values: dict[str, Any] = {"length": length}
@@ -144,7 +152,14 @@ class ChannelSearch(DeploySearch):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
-        """Calibration prompts and answers of every candidate, the check of the winner, and random strings."""
+        """Return the work of the search: losses of all candidates, the check of the winner, and random strings.
+
+        Args:
+            prompts: Number of calibration prompts.
+            answer: Tokens of an answer.
+            layers: Number of layers.
+            channels: Number of channels.
+        """
         num_channels = self.top_k if self.candidates == "monotone" else channels
         num_ranges = len(self.layer_ranges(layers, None))
         num_candidates = num_channels * len(self.factors) * num_ranges
@@ -158,7 +173,11 @@ class ChannelSearch(DeploySearch):
         )
 
     def check(self, run: Run) -> None:
-        """Refuse strings and layers that do not fit the model, and several channels typed at once."""
+        """Refuse strings and layers that do not fit the model, and several channels typed at once.
+
+        Raises:
+            UserError: Names the field.
+        """
         if self.variant == "official" and not self.scales_curves:
             allowed = "true or null with variant=official, which always scales curves"
             hint = "leave out search.scaled, or set search.variant=paper"
@@ -184,7 +203,7 @@ class ChannelSearch(DeploySearch):
         super().check(run)
 
     def identity_facts(self, run: Run) -> Mapping[str, Any]:
-        """The layer ranges tried, a typed channel, and the settings of the second scoring of candidates."""
+        """Return what the result depends on beside the config: layer ranges, a typed channel, settings of rescoring."""
         values = (
             run.method.target.values if run.method.target and self.num_rescored else {}
         )
@@ -218,8 +237,14 @@ class ChannelSearch(DeploySearch):
     def layer_ranges(
         self, count: int, published: Sequence[int] | None
     ) -> list[tuple[int, int]]:
-        """The layer ranges to try in a model of ``count`` layers."""
+        """Return the layer ranges (first, last) to try.
+
+        Args:
+            count: Number of layers of the model.
+            published: A paper's range for this model; None: there is none.
+        """
         if self.layers == "auto":
+            # All ranges that begin and end at multiples of a step, about an eighth of the layers.
             step = self.layer_step or max(1, round(count / 8))
             starts = list(range(0, count, step))
             ends = [*starts[1:], count]
@@ -233,7 +258,12 @@ class ChannelSearch(DeploySearch):
     def statistics(
         self, averages: Mapping[str, Array], monotone_only: bool = True
     ) -> ChannelStatistics:
-        """The filter's statistics of averaged states, by site, shape (layers, tokens, channels) each."""
+        """Return how monotone and smooth each channel is over token positions, and the ranking that follows.
+
+        Args:
+            averages: States averaged over random strings, by site, shape (layers, tokens, channels) each.
+            monotone_only: Rank only channels that rise or fall in enough layers.
+        """
         curves = averages[self.site]
         if self.variant == "official":
             return statistics.official_filter(curves)
@@ -294,10 +324,15 @@ class ChannelSearch(DeploySearch):
         return int(values.argmin())
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (curves of the best channel)."""
+        """Search channel, factor and layers, and write the results.
+
+        Writes ``search.csv`` (candidates, best first), ``channels.csv`` (curves of the best channel), ``found.yaml``,
+        and ``deploy.csv`` where candidates are scored again as they would be shipped.
+        """
         method = run.method.trial()
         outer_methods = []
         if isinstance(method, Composed):
+            # The search runs inside the other methods of a list: it is for the last one.
             outer_methods = list(method.parts.values())[:-1]
         with ExitStack() as stack:
             for outer in outer_methods:
@@ -360,7 +395,12 @@ class ChannelSearch(DeploySearch):
     def _filter(
         self, run: Run, averages: Mapping[str, Array]
     ) -> tuple[ChannelStatistics, str]:
-        """Return statistics of the channels, and a description of the candidates among them."""
+        """Return statistics of the channels, and a description of which of them are candidates.
+
+        Args:
+            run: The run; told if no channel passes the filter.
+            averages: As of :meth:`statistics`.
+        """
         measured = self.statistics(averages)
         filtered = self.candidates == "monotone" and self.variant == "paper"
         if measured.ranking or not filtered:
@@ -372,7 +412,10 @@ class ChannelSearch(DeploySearch):
         return measured, "the smoothest, as none is monotone"
 
     def averages(self, run: Run) -> dict[str, Array]:
-        """Averaged states by site, shape (layers, tokens, channels) each; a killed run resumes from its sums."""
+        """Return hidden states averaged over random strings, by site, shape (layers, tokens, channels) each.
+
+        A killed run resumes from its sums.
+        """
         state = load_state(run)
         sums = {
             site: total.to(run.lm.device)
@@ -423,7 +466,12 @@ class ChannelSearch(DeploySearch):
         return np.array([by_id[e.id] for e in examples]).T
 
     def _curves(self, averages: Mapping[str, Array], channel: int) -> pd.DataFrame:
-        """The channel's curve per site and layer, and the sliding mean that the paper's filter fits."""
+        """Return a channel's averaged values per site, layer and token, and the sliding mean that the filter fits.
+
+        Args:
+            averages: As of :meth:`statistics`.
+            channel: The channel.
+        """
         frames = []
         for site, values in averages.items():
             curve = values[:, :, channel]
@@ -456,7 +504,11 @@ class ChannelSearch(DeploySearch):
         return parameters
 
     def describe(self, block: Mapping[str, Any]) -> str:
-        """Channel, factor, layers and loss."""
+        """Describe the result in one line: channel, factor, layers and loss.
+
+        Args:
+            block: The method's block of ``found.yaml``.
+        """
         text = "the unmodified model"
         if block["channel"] is not None:
             text = f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
@@ -468,7 +520,13 @@ class ChannelSearch(DeploySearch):
         return text
 
     def sections(self, read: Read) -> list[Section]:
-        """The candidate chosen for deployment, the ten best by loss, and the channel's values over token positions."""
+        """Return the report's sections on the search.
+
+        They show the candidate chosen for deployment, the ten best by loss, and the channel's values over tokens.
+
+        Args:
+            read: Returns a table of the run by name, None if there is none.
+        """
         from posbench.plots.search import channel_figure
 
         sections = self.shipped_sections(read)
@@ -489,7 +547,12 @@ class ChannelSearch(DeploySearch):
 
 
 def _candidate_section(table: pd.DataFrame, rescored: bool) -> Section:
-    """The ten best candidates of ``search.csv``; ``rescored``: whether some were scored again as shipped."""
+    """Return the report's section with the ten best candidates.
+
+    Args:
+        table: ``search.csv``.
+        rescored: Whether some were scored again as they would be shipped.
+    """
     from posbench.plots.search import candidate_label, candidate_losses_figure
 
     mode = ", the last token alone scaled" if rescored else ""

@@ -103,7 +103,9 @@ class DeploySearch(Search):
         return self.side_task, examples, 1 + self.num_rescored
 
     def _side_examples(self) -> list[Example]:
-        """Prompts of the side task, spread evenly over those with an answer.
+        """Return prompts of the side task, on which a shipped method must not raise the loss.
+
+        They are spread evenly over its prompts with an answer.
 
         Raises:
             UserError: Its files cannot be read, or it has no answers.
@@ -129,7 +131,11 @@ class DeploySearch(Search):
         return [answered[i] for i in indices]
 
     def check(self, run: Run) -> None:
-        """Refuse a method that the format does not hold, and a side task that the model does not read."""
+        """Refuse a method that the export format cannot hold, and a side task whose text the tokenizer does not know.
+
+        Raises:
+            UserError: Names the field.
+        """
         if run.method.target is None:  # a study's search
             if self.num_rescored:
                 allowed = "null in a study, which ships nothing"
@@ -236,7 +242,7 @@ class DeploySearch(Search):
         return method
 
     def _side_pairs(self, run: Run) -> TokenPairs:
-        """The prompts of the side task, each with the right choice or the first answer."""
+        """Return token ids of each prompt of the side task, and of its right choice or first answer, by example id."""
         task = self.side_task
         assert task is not None
         tokenizer = run.lm.need_tokenizer()
@@ -311,7 +317,12 @@ class DeploySearch(Search):
         )
 
     def facts(self, table: pd.DataFrame) -> dict[str, Any]:
-        """Facts from ``deploy.csv``, for ``found.yaml`` and :func:`summary_lines`."""
+        """Return what ``found.yaml`` says of the setting to ship, from ``deploy.csv``.
+
+        Returns:
+            Values by name: format, the chosen candidate and its loss, the best candidate for the last token alone, the
+            price (how much higher the loss is as shipped), and the effect on the side task.
+        """
         selected = table[table["selected"]].iloc[0]
         best_last_1 = table[table["best_last_1"]].iloc[0]
         facts: dict[str, Any] = {
@@ -337,7 +348,11 @@ class DeploySearch(Search):
         return summary_lines(block["deploy"]) if "deploy" in block else []
 
     def shipped_sections(self, read: Read) -> list[Section]:
-        """The shipped setting, with its price and its side effect, then the shortlist; none without one."""
+        """Return the report's section on the setting to ship, its price and side effect; empty if there is none.
+
+        Args:
+            read: Returns a table of the run by name, None if there is none.
+        """
         table = read("deploy")
         if table is None:
             return []
@@ -366,7 +381,11 @@ class DeploySearch(Search):
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The shipped setting, its price and its side effect, a line each."""
+    """Return lines on the setting to ship: its price, its effect on the side task, or that nothing is left to ship.
+
+    Args:
+        facts: From :meth:`DeploySearch.facts`.
+    """
     lines = []
     unmodified_wins = facts["found"] == display_name(UNMODIFIED)
     if facts["format"] in FOLDING:

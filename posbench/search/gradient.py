@@ -53,10 +53,16 @@ class GradientSearch(ScaleSearch):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
-        """The work of the training, then of the unmodified model and the result.
+        """Return the work of the training, then of the unmodified model and the result.
 
         With fixed weights the backward pass of an example takes as long as its forward pass, and counts as a
         second read. The two methods answer the calibration questions and the held-back ones.
+
+        Args:
+            prompts: Number of calibration questions.
+            answer: Tokens of an answer.
+            layers: Number of layers.
+            channels: Number of channels.
         """
         training_reads = 2 * self.epochs * self.samples
         questions = len(POSITIONS) * (prompts + (self.held_back or prompts))

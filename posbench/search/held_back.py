@@ -84,7 +84,11 @@ def was_checked(facts: Mapping[str, Any]) -> bool:
 
 
 def summary_line(facts: Mapping[str, Any]) -> str:
-    """The check in one line."""
+    """Return one line on whether the search's result is better on held-back prompts, too.
+
+    Args:
+        facts: A row of ``held_back.csv``.
+    """
     if not was_checked(facts):
         reason = f"{facts['n']} are left, and {MIN_QUESTIONS} questions are needed"
         return f"what was found is not checked on held-back prompts: {reason}"

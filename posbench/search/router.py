@@ -80,7 +80,10 @@ class RouterSearch(Search):
         self.texts(run)
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv``, a row per step, and the router; the first tenth of the texts is held out."""
+        """Train the routers of MoICE; the first tenth of the texts is held out.
+
+        Writes ``search.csv`` (a row per step), the routers' weights and ``found.yaml``.
+        """
         method = run.method.trial()
         texts = self.texts(run)
         assert isinstance(method, MoICE)
@@ -226,7 +229,7 @@ class RouterSearch(Search):
         return (prompt_ids + answer_ids)[: self.longest]
 
     def _examples(self, run: Run) -> list[Example]:
-        """Prompt and answer of each text."""
+        """Return the texts to train on as examples with prompt and answer: of the user's file, else of the task."""
         if self.data is None:
             return run.task.examples("calibration")
         with renamed("task.", "search."):

@@ -74,7 +74,7 @@ class ScaleSearch(Search):
         )
 
     def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
-        """Weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
+        """Return the weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
 
         A prompt's weight is three times its gold position's weight, as each position has a third of the prompts.
         """
@@ -195,9 +195,13 @@ class Scores:
         return -self.fitness_bound(scales), -lowest_accuracy, distance
 
     def plan_batches(self, finished: Sequence[Scales]) -> list[list[int]]:
-        """Batches of example indices, ordered so that the examples that cost finished candidates most come first.
+        """Return batches of example indices, those first that cost the finished candidates the most fitness.
 
         The race then drops a bad candidate after few batches.
+
+        Args:
+            finished: Scales of candidates that are scored on all examples; without any, examples of the largest weight
+                come first.
         """
         counts = np.bincount(self.positions, minlength=len(POSITIONS))
         weight_per_example = np.array(self.search.weights) / np.maximum(counts, 1)

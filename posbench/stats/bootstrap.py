@@ -253,10 +253,15 @@ def statistic(
 def difference(
     values: Values, clusters: Sequence[str], weights: Values | None = None
 ) -> Estimate:
-    """Estimate the mean of paired differences, or of any numbers; see :func:`mean` for the weights.
+    """Estimate the mean of paired differences, or of any numbers, with a 95 % interval over clusters.
 
     The interval over clusters is Student's, with the skewness of the clusters' sums removed by Hall's (1992)
     cubic transformation; NaN for a single cluster.
+
+    Args:
+        values: The numbers.
+        clusters: The cluster (question) of each.
+        weights: The weight of each; None: equal ones. See :func:`mean`.
     """
     array = np.asarray(values, dtype=np.float64)
     relative = _relative_weights(array, weights)
@@ -283,11 +288,17 @@ def paired(
     clusters: Sequence[str],
     weights: Values | None = None,
 ) -> Estimate:
-    """Estimate the mean of the paired differences ``after - before``; see :func:`mean` for the weights.
+    """Estimate the mean of the paired differences ``after - before``, with a 95 % interval over clusters.
 
     Scores in 0..1 get Bonett and Price's (2012) interval, which adds half a pair of each sign, with n divided
     by the design effect; the added pairs of scores strictly between 0 and 1 differ by the root mean square of
     those that differ. Anything else gets the interval of :func:`difference`.
+
+    Args:
+        after: One number of each pair.
+        before: The other one.
+        clusters: The cluster (question) of each pair.
+        weights: The weight of each pair; None: equal ones. See :func:`mean`.
     """
     pairs = np.array([after, before], dtype=np.float64)
     array = pairs[0] - pairs[1]
@@ -318,6 +329,11 @@ def mean(
     Where clusters hold several values, Wilson's n is divided by the design effect (Korn and Graubard 1998), and t's
     quantile replaces the normal one; its degrees of freedom are the clusters with the rarer answer, at least 3. Scores
     strictly between 0 and 1 count as the number of right-or-wrong ones of equal variance.
+
+    Args:
+        values: The numbers.
+        clusters: The cluster (question) of each.
+        weights: The weight of each; None: equal ones.
     """
     array = np.asarray(values, dtype=np.float64)
     if (array < 0).any() or (array > 1).any():
@@ -398,7 +414,13 @@ def normal(values: Array) -> Estimate:
 
 
 def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
-    """Wilson score interval of a proportion, from the sum of n >= 1 scores in 0..1; ``z`` sets its level."""
+    """Return both ends of the Wilson score interval of a proportion.
+
+    Args:
+        successes: Sum of the scores, each 0..1.
+        n: Number of scores, at least 1; may be a fraction, as an effective number is.
+        z: Normal quantile that sets the level of the interval.
+    """
     p = successes / n
     z2 = z**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)

@@ -22,7 +22,11 @@ def display_name(method: object) -> str:
 
 
 def need_columns(frame: pd.DataFrame, name: str, *columns: str) -> None:
-    """Raise `UserError` if a column is missing or the frame has no row."""
+    """Refuse a frame that lacks a column, or has no row.
+
+    Raises:
+        UserError: Says so; ``name`` is what the frame is called there.
+    """
     missing = [column for column in columns if column not in frame]
     if missing:
         problem = f"columns missing: {', '.join(missing)}"
@@ -35,7 +39,11 @@ def need_columns(frame: pd.DataFrame, name: str, *columns: str) -> None:
 
 
 def need_single_value(frame: pd.DataFrame, name: str, *columns: str) -> None:
-    """Raise `UserError` if a column holds several values, which a single panel would mix up."""
+    """Refuse a frame in which a column holds several values, which a single panel would mix up.
+
+    Raises:
+        UserError: Says so; ``name`` is what the frame is called there.
+    """
     for column in columns:
         if column not in frame:
             continue
@@ -94,7 +102,7 @@ def rows_over_all_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataF
 
 
 def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
-    """Attention to the gold item alone (item = gold_position), with the `depth` (0..1) of the gold item."""
+    """Return the rows of an attention table on the gold item (item = gold_position), with its `depth` (0..1)."""
     columns = ("method", "gold_position", "layer", "item", "attention")
     need_columns(attention, "attention", *columns)
     last_item = attention["item"].max()

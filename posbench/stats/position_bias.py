@@ -482,9 +482,15 @@ class CurveEstimates:
         )
 
     def difference_from(self, base: CurveEstimates, key: str) -> Estimate:
-        """Difference of a statistic from another method's on the same questions."""
+        """Estimate a statistic of position bias minus that of another method on the same questions.
+
+        Args:
+            base: Estimates of the other method.
+            key: Name of the statistic.
+        """
         own_estimate = self.by_statistic[key]
         base_estimate = base.by_statistic[key]
+        # Of a middle drop the interval is not from draws; they only give the correlation.
         if key != "middle_drop":
             value = own_estimate.value - base_estimate.value
             draws = self.draws[key] - base.draws[key]
@@ -580,6 +586,12 @@ def shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> A
     """Best minus worst gold position after shuffling the positions, for each of R shuffles, [R].
 
     Positions are shuffled within each question where questions are asked at several, else among all prompts.
+
+    Args:
+        part: Rows of one method: ``cluster`` (the question), ``gold_position``, and the score.
+        name: Column of the score.
+        resamples: Number of shuffles R.
+        seed: Seed of the shuffles.
     """
     _, questions = np.unique(part["cluster"], return_inverse=True)
     order = np.argsort(questions, kind="stable")

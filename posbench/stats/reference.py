@@ -34,7 +34,11 @@ def reference_tables() -> dict[str, Path]:
 
 
 def read_table(file: str, *columns: str) -> pd.DataFrame:
-    """Read a table of a ``reference/`` folder or of the user's own path, every cell as printed.
+    """Return a table of numbers printed in a paper, every cell as text.
+
+    Args:
+        file: Its name in a ``reference/`` folder, or an absolute path.
+        columns: Columns that it must have.
 
     Raises:
         UserError: There is no such file, or it lacks one of the columns.
@@ -218,7 +222,15 @@ class Reference:
         return rows
 
     def _check_names(self, printed: pd.DataFrame, methods: Mapping[str, str]) -> None:
-        """Raise `UserError` for a mapped name that is not in the paper's table."""
+        """Refuse names in the experiment's YAML that do not occur in the paper's table.
+
+        Args:
+            printed: The paper's table.
+            methods: Our names of methods, by the paper's.
+
+        Raises:
+            UserError: Names the key, the name, and those that occur.
+        """
         names_by_field: dict[str, tuple[str, Iterable[str]]] = {
             "paper_task": ("task", [self.paper_task]),
             "further_tasks": ("task", self.further_tasks),

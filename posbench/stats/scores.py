@@ -182,7 +182,11 @@ class Tabulator:
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
     def _missing_notes(self, frame: pd.DataFrame) -> dict[str, str]:
-        """Return for each method why missing answers invalidate its scores; empty if they do not."""
+        """Return for each method why missing answers invalidate its scores; an empty text if they do not.
+
+        Args:
+            frame: A row for each method and prompt.
+        """
         return {
             str(method): outcomes.missing_note(
                 rows,
@@ -200,19 +204,28 @@ class Tabulator:
         notes: Mapping[str, str],
         statistics: Sequence[StatisticRow],
     ) -> list[StatisticRow]:
-        """Empty statistics of methods whose answers are missing altogether at some gold position."""
+        """Return empty statistics of position bias for methods without any answer at some gold position.
+
+        Args:
+            frame: A row for each method and prompt.
+            notes: Why scores are invalid, by method.
+            statistics: Those that were computed; their methods are left out.
+        """
         measured = {row.method for row in statistics}
         positions = frame.groupby("method")["gold_position"].nunique()
         return [
             StatisticRow(method, statistic, NO_ESTIMATE, note)
             for method, note in notes.items()
+            # A position bias needs more than two positions.
             if note and method not in measured and positions[method] > 2
             for statistic in position_bias.STATISTICS
         ]
 
     def _outcome_lines(self, frame: pd.DataFrame) -> list[dict[str, Any]]:
-        """The shares of each kind of missing answers of each method, at each gold position and over all; none where no
-        row is of that kind."""
+        """Return rows of metrics.csv with the share of each kind of missing answer, by method and gold position.
+
+        Kinds that occur in no row are left out.
+        """
         lines = []
         for metric in outcomes.OUTCOME_METRICS:
             if not (frame[outcomes.KIND] == metric).any():
@@ -254,7 +267,13 @@ class Tabulator:
         return pd.DataFrame(lines, columns=list(SUBSET_COLUMNS))
 
     def _line(self, method: str, label: str, estimate: Estimate) -> dict[str, Any]:
-        """Cells that both tables have in a row."""
+        """Return the cells that rows of metrics.csv and subsets.csv have in common.
+
+        Args:
+            method: The method.
+            label: The metric, or METRIC_difference.
+            estimate: Its value.
+        """
         return {
             "model": self.model,
             "method": method,
@@ -270,7 +289,12 @@ class Tabulator:
     def _groups(
         self, frame: pd.DataFrame, metrics: Sequence[str]
     ) -> Iterator[ScoreGroup]:
-        """For each metric the scores of every method, then their pairs with the unmodified model's."""
+        """Yield for each metric the scores of every method, then their pairs with the unmodified model's.
+
+        Args:
+            frame: A row for each method and prompt.
+            metrics: Columns with scores.
+        """
         for metric in metrics:
             # A method without any answer has no rows here, and still its line in the tables.
             rows_by_method = {
@@ -288,25 +312,32 @@ class Tabulator:
     def _totals(
         self, frame: pd.DataFrame, metrics: Sequence[str]
     ) -> dict[tuple[str, str], Estimate]:
-        """The average ``all`` over subsets, by method and label; empty where it is the mean over all prompts."""
+        """Return the average over subsets by method and label (METRIC or METRIC_difference).
+
+        It is empty where it would be the mean over all prompts.
+        """
         if frame["subset"].nunique() == 1 and not self._composes_score:
             return {}
         return {
             (method, label): estimate
-            for method, subset, _, label, estimate in self._subset_estimates(
+            for method, subset_or_average, _, label, estimate in self._subset_estimates(
                 frame, metrics
             )
-            if subset == "all"
+            if subset_or_average == "all"
         }
 
     def _subset_estimates(
         self, frame: pd.DataFrame, metrics: Sequence[str]
     ) -> Iterator[SubsetEstimate]:
-        """Estimate every subset and every average.
+        """Yield the estimates of every metric in every subset, then of the task's metric in every average over subsets.
 
         An average is the mean over its subsets' rows, each row with its subset's weight over its number of rows: a
         question in several subsets is one cluster. If a subset's score combines several means, the subsets' intervals
         are combined.
+
+        Args:
+            frame: A row for each method and prompt.
+            metrics: Columns with scores.
         """
         task_metric = self.task.metric
         subsets = list(dict.fromkeys(frame["subset"]))
@@ -341,6 +372,7 @@ class Tabulator:
             subsets, methods, estimates
         ):
             parts = [estimates[method, subset, label] for subset in weights]
+            # Such a score is no mean of rows.
             if composed & weights.keys():
                 n = sum(part.n for part in parts)
                 estimate = combined(parts, list(weights.values()), n)
@@ -411,13 +443,19 @@ class Tabulator:
     ) -> Iterator[tuple[str, str, Estimate]]:
         """Estimate a score that a task makes from the means of several metrics, in the rows of one subset.
 
+        Args:
+            rows: A row for each method and prompt.
+            metrics: Columns from which the score is made.
+
         Yields:
             Method, label and estimate, of the score and of its difference from the unmodified model's.
         """
         metric = self.task.metric
         subset = rows["subset"].iloc[0]
+        # The same draws for all methods, so that differences are paired.
         seed = self.seed + zlib.crc32(subset.encode())
         base: tuple[float, Array] | None = None
+        # The unmodified model first, as the others are compared with it.
         by_method = sorted(
             rows.groupby("method"), key=lambda pair: pair[0] != self.unmodified
         )

@@ -92,15 +92,22 @@ def anytime_intervals(
 
 
 def _lower_ends(values: Array, alpha: float) -> Array:
-    """For each series the largest mean such that it and all below it were rejected in favour of a higher one."""
+    """Return for each series the lower end of its interval at any time, by bisection.
+
+    That is the largest mean such that it and all below it were rejected in favour of a higher one.
+
+    Args:
+        values: Series of values 0..1, shape (..., questions).
+        alpha: Level of each test.
+    """
     rejected = np.zeros(values.shape[:-1])
-    kept = np.ones(values.shape[:-1])
+    not_rejected = np.ones(values.shape[:-1])
     for _ in range(BISECTIONS):
-        candidates = (rejected + kept) / 2
+        candidates = (rejected + not_rejected) / 2
         capital = log_capital(values, candidates[..., None], alpha).max(axis=-1)
         is_rejected = capital >= np.log(1 / alpha)
         rejected = np.where(is_rejected, candidates, rejected)
-        kept = np.where(is_rejected, kept, candidates)
+        not_rejected = np.where(is_rejected, not_rejected, candidates)
     return rejected
 
 
@@ -217,8 +224,14 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
 
 
 def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
-    """Return the questions that each continuation of a run needs for its verdict; infinite beyond the farthest
-    forecast."""
+    """Return the number of questions that a run needs for its verdict, in each of some simulated continuations.
+
+    Args:
+        scores: Scores so far, shape (questions, positions).
+        farthest: Number of questions up to which runs are continued; one that needs more is infinite.
+        margin: Difference of a position from the mean of the others that counts.
+        seed: Seed of the continuations.
+    """
     num_questions, num_positions = scores.shape
     rng = np.random.default_rng(seed)
     variance = max(float(scores.mean(axis=0).var(ddof=1)), 1e-12)
@@ -231,6 +244,7 @@ def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Arr
         if num_questions >= FIRST_FORECAST:
             explained = noise * rng.chisquare(num_positions - 1) / (num_positions - 1)
             share = explained / variance
+        # Differences of the positions that noise alone explains are shuffled away.
         is_shuffled = rng.random(size) < share
         drawn[is_shuffled] = rng.permuted(drawn[is_shuffled], axis=1)
         future = np.concatenate([scores, drawn])
@@ -239,11 +253,16 @@ def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Arr
 
 
 def _centre_within_factor_two(times: Array) -> float:
-    """The number within a factor of two of which most of some numbers lie; infinite where most are."""
+    """Return the number such that most of some numbers lie within a factor of two of it; infinite where most are.
+
+    Args:
+        times: Positive numbers, some of which may be infinite.
+    """
     ordered = np.sort(times)
     if np.isinf(ordered[len(ordered) // 2]):
         return float("inf")
     finite = ordered[np.isfinite(ordered)]
+    # From each number, the last one that is at most four times as large.
     last = np.searchsorted(finite, 4 * finite, side="right") - 1
     counts = last - np.arange(len(finite))
     best = np.flatnonzero(counts == counts.max())

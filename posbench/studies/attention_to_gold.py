@@ -121,7 +121,11 @@ class AttentionToGold(Study):
             shared.check_prompts(run, task)
 
     def tasks(self, task: Task) -> list[Task]:
-        """The task itself, then a copy for each further number of items, which it must let us set."""
+        """Return the task, then a copy for each further number of items in ``study.items``.
+
+        Raises:
+            UserError: The task's number of items cannot be set.
+        """
         numbers = [n for n in dict.fromkeys(self.items or ()) if n != task.items]
         if numbers and not hasattr(task, "pairs"):
             allowed = f"null with task {task.name}"
@@ -134,18 +138,18 @@ class AttentionToGold(Study):
         return [task, *(replace(task, pairs=n) for n in numbers)]  # type: ignore[call-arg]
 
     def workload(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.workload`."""
+        """Return the study's forward passes and replies: each prompt once, and a few again for the maps of heads."""
         examples_by_task = [
             sort_by_gold_position(shared.need_items(task), self.examples)
             for task in self.tasks(run.task)
         ]
-        looks = [
+        measured_passes = [
             InspectionPasses(examples, times=1, replies=1, shared=True)
             for examples in examples_by_task
         ]
         head_examples = sort_by_gold_position(examples_by_task[0], HEAD_EXAMPLES)
-        looks.append(InspectionPasses(head_examples, times=1, shared=True))
-        return looks
+        measured_passes.append(InspectionPasses(head_examples, times=1, shared=True))
+        return measured_passes
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Measure attention to the items, and replies, for every number of items.
@@ -189,7 +193,13 @@ class AttentionToGold(Study):
     def _score_tables(
         self, prompts: Prompts, rows: Mapping[str, Row]
     ) -> dict[str, pd.DataFrame]:
-        """Tables ``layers``, ``heads``, ``maps`` and ``head_maps`` of the task's own number of items."""
+        """Return the tables ``layers``, ``heads``, ``maps`` and ``head_maps`` for the task's own number of items.
+
+        Args:
+            prompts: The prompts.
+            rows: By example id: attention of each layer to each item (``items``, [L, N]), and by layer and head the
+                attention to the gold item (``gold``), to the others (``others``), and the item with most (``largest``).
+        """
         frame = prompts.frame()
         positions = frame["gold_position"].to_numpy()
         clusters = list(frame["cluster"])
@@ -240,7 +250,10 @@ class AttentionToGold(Study):
         return {"layers": layers, "heads": heads, "maps": maps, "head_maps": head_maps}
 
     def _head_maps(self, prompts: Prompts, layer: int) -> pd.DataFrame:
-        """Mean weights of every head of one layer, known only now: a few examples run again."""
+        """Return the mean attention of every head of one layer to each item, by gold position.
+
+        Which layer is only known after the other measurements: a few examples run again.
+        """
         sample = Prompts.of(prompts.run, HEAD_EXAMPLES, prompts.examples)
 
         def compute(batch: Sequence[Example], prefix: Prefix | None) -> list[Row]:
@@ -255,7 +268,7 @@ class AttentionToGold(Study):
         return mean_maps(weights, positions, "head").assign(layer=layer)
 
     def figures(self, tables: Tables) -> Drawn:
-        """See :meth:`Study.figures`."""
+        """Draw the figures that ``study.show`` names, each with its caption."""
         layers = tables["layers"]
         maps = tables["maps"]
         head_maps = tables["head_maps"]
@@ -294,7 +307,7 @@ class AttentionToGold(Study):
         return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""
+        """Judge the paper's claims on layers and heads that follow the gold item, the U shape, accuracy, and length."""
         layers = tables["layers"]
         examples = tables["examples"]
         num_items = tables["maps"]["item"].max() + 1
@@ -336,7 +349,13 @@ def _attention_rows(
 def _layer_findings(
     layers: pd.DataFrame, heads: pd.DataFrame, least: float
 ) -> list[Finding]:
-    """Whether some layer follows the gold item, and whether such layers lie deeper than the others."""
+    """Judge whether some layer follows the gold item, and whether such layers lie deeper than the others.
+
+    Args:
+        layers: The table ``layers``: retrieval score of each layer, and its threshold under shuffled positions.
+        heads: The table ``heads``.
+        least: The score above which a layer counts.
+    """
     is_related = layers["retrieval"]
     related = layers.loc[is_related, "layer"].to_numpy()
     unrelated = layers.loc[~is_related, "layer"].to_numpy()
@@ -355,6 +374,7 @@ def _layer_findings(
 
     note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}; no interval: one model"
     is_deeper = np.subtract.outer(related, unrelated) > 0
+    # All layers follow the gold item, or none does.
     if is_deeper.size == 0:
         return [follow, Finding.untestable(*DEEP, note)]
     share = is_deeper.mean()
@@ -366,7 +386,7 @@ def _layer_findings(
 
 
 def _part_finding(tables: Tables) -> Finding:
-    """Whether some heads of the drawn layer follow the gold item, and some do not."""
+    """Judge whether some heads of the layer drawn in ``head_maps`` follow the gold item, and some do not."""
     layer = tables["head_maps"]["layer"].iloc[0]
     heads = tables["heads"]
     of_layer = heads.loc[heads["layer"] == layer, "retrieval"]
@@ -384,7 +404,12 @@ def _p_words(p: float) -> str:
 
 
 def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
-    """Correlation of attention and score over gold positions; attention in the middle and at the ends."""
+    """Judge whether attention and score correlate over gold positions, and whether attention is lower in the middle.
+
+    Args:
+        examples: Rows of the table ``examples``: attention to the gold item and score of each prompt.
+        tables: All tables of the study.
+    """
     [(attention, attention_draws)] = position_curves(
         examples, "attention", "items", RESAMPLES
     ).values()
@@ -424,7 +449,13 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
 
 
 def _length_finding(examples: pd.DataFrame) -> Finding:
-    """Growth of the dip at every step of the number of items: a line through them would hide a fall."""
+    """Judge whether the dip of attention in the middle grows at every step of the number of items.
+
+    A line through all numbers of items would hide a fall between two of them.
+
+    Args:
+        examples: Rows of the table ``examples`` for all numbers of items.
+    """
     rows_by_items = {int(items): rows for items, rows in examples.groupby("items")}
     n = len(examples)
     if len(rows_by_items) < 2:
@@ -581,7 +612,13 @@ def vertical_share(rows: pd.DataFrame) -> float:
 
 @plot.styled
 def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Figure:
-    """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
+    """Draw a heat map of attention over gold position and item for each layer or head, on one colour scale.
+
+    Args:
+        frame: Columns ``gold_position``, ``item``, ``attention``, ``n``, and ``unit``.
+        unit: Name of the column that separates the maps: ``layer`` or ``head``.
+        titles: Title of each map by its value of ``unit``.
+    """
     columns = 8
     if len(titles) == 5:
         columns = 5

@@ -151,7 +151,11 @@ class BiasSource(Study):
     seed: Seed = 0
 
     def check(self, run: Run) -> None:
-        """See :meth:`Study.check`."""
+        """Refuse a task without two gold positions or without answers, and interventions that the model does not allow.
+
+        Raises:
+            UserError: The task or the model does not fit.
+        """
         shared.check_prompts(run)
         examples = sort_by_gold_position(shared.need_items(run.task), 1)
         if len(examples) < 2:
@@ -166,13 +170,14 @@ class BiasSource(Study):
                 allowed,
                 "take task=kv_retrieval or task=nq_multidoc",
             )
+        # Each intervention is applied once, to a prompt of one token, as some refuse a model.
         with run.method.trial().applied(run.lm):
             for change in _changes(run.lm).values():
                 with _applied(run.lm, change, [1], [(0, 0)], [(0, 0)]):
                     pass
 
     def workload(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.workload`."""
+        """Return the forward passes: each prompt once, and those of the worst gold position for each intervention."""
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         num_changes = len(_changes(run.lm))
         at_one_position = [
@@ -184,7 +189,11 @@ class BiasSource(Study):
         ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``bias_source`` (loss by variant and gold position), ``bias_source_effects``."""
+        """Measure the loss of the right answer unmodified, and under each intervention at the worst gold position.
+
+        Returns:
+            Tables ``bias_source`` (loss by variant and gold position) and ``bias_source_effects``.
+        """
         prompts = Prompts.of(run, self.examples)
         unmodified = self._losses(prompts, UNMODIFIED, None)
         _, worst = _best_and_worst(unmodified)
@@ -202,7 +211,16 @@ class BiasSource(Study):
     def _losses(
         self, prompts: Prompts, variant: str, change: ItemChange | None
     ) -> pd.DataFrame:
-        """Loss of the right answer to each prompt under a variant, in nats per token, resumed from ``rows.jsonl``."""
+        """Return the loss of the right answer to each prompt under a variant, in nats per token.
+
+        Args:
+            prompts: The prompts; their rows in ``rows.jsonl`` are resumed.
+            variant: Name of the variant.
+            change: Its change of the forward pass; None: unmodified.
+
+        Returns:
+            A row for each prompt: its id, question, gold position and depth, ``variant`` and ``loss``.
+        """
         lm = prompts.run.lm
 
         def compute(batch: Sequence[Example]) -> list[Row]:
@@ -224,7 +242,7 @@ class BiasSource(Study):
     def _changed(
         self, prompts: Prompts, change: ItemChange | None, batch: Sequence[Example]
     ) -> Iterator[None]:
-        """Apply a change, if any, to a batch for the duration of a block."""
+        """Apply a change to the gold item (or another one) of each prompt of a batch; None changes nothing."""
         if change is None:
             yield
             return
@@ -346,7 +364,11 @@ def _best_and_worst(unmodified: pd.DataFrame) -> tuple[int, int]:
 
 
 def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of variant, gold_position, depth, loss with its interval, n."""
+    """Return the mean loss by variant and gold position, with its interval and number of prompts.
+
+    Args:
+        frame: A row for each prompt and variant, from :meth:`BiasSource._losses`.
+    """
     table = []
     for (variant, position, depth), rows in frame.groupby(
         ["variant", "gold_position", "depth"], sort=False
@@ -404,7 +426,14 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
 
 
 def _gap_of_positions(unmodified: pd.DataFrame, resamples: int) -> Estimate:
-    """Loss at the worst gold position minus that at the best one, which the same losses chose."""
+    """Estimate the loss at the worst gold position minus that at the best one.
+
+    The interval takes into account that the same losses chose these positions.
+
+    Args:
+        unmodified: Losses of the unmodified model, a row for each prompt.
+        resamples: Bootstrap draws.
+    """
     groups = {
         position: shared.values_and_clusters(rows, "loss")
         for position, rows in unmodified.groupby("gold_position")
@@ -451,7 +480,13 @@ def has_gap(effects: Mapping[str, Estimate]) -> bool:
 
 
 def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
-    """Whether an intervention closes :data:`SMALLEST_GAP_SHARE` of the gap, and more than its control does."""
+    """Judge whether an intervention closes :data:`SMALLEST_GAP_SHARE` of the gap, and more than its control does.
+
+    Args:
+        name: The intervention.
+        effects: Estimates by name: ``gap``, and for each intervention its gain, share of the gap, and surplus over the
+            bound and over its control.
+    """
     intervention = INTERVENTIONS[name]
     claim = intervention.claim
     statistic = "share of the gap that this closes at the worst gold position"
@@ -470,7 +505,11 @@ def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
 
 @plot.styled
 def source_figure(effects: Mapping[str, Estimate]) -> Figure:
-    """Share of the gap that each intervention closes."""
+    """Draw the share of the gap that each intervention closes, with 95 % intervals and a line at a third.
+
+    Args:
+        effects: Estimates by name.
+    """
     names = [name for name in INTERVENTIONS if f"{name}_share" in effects]
     counts = [effects[f"{name}_share"].n for name in names]
     figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.3 * len(names), n=counts)

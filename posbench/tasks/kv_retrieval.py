@@ -104,7 +104,7 @@ class KVRetrieval(GoldPositionTask):
 
     @property
     def simpler(self) -> Mapping[str, Any]:
-        """Short words in one line, where no file is given."""
+        """Settings that make prompts of short words in one line, by field; empty where a file is given."""
         if self.path or self.calibration_path:
             return {}
         return {
@@ -120,7 +120,7 @@ class KVRetrieval(GoldPositionTask):
         return 1 / self.pairs
 
     def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`; a file's questions are asked at every position, generated ones once."""
+        """Return the questions of a split: from a file each at every gold position, else drawn for each position."""
         if split == "calibration":
             if self.calibration_path:
                 return list(self._finished_prompts(0, self.calibration_examples))
@@ -136,9 +136,10 @@ class KVRetrieval(GoldPositionTask):
         return examples
 
     def files(self) -> tuple[Source, ...]:
-        """The official file and the calibration prompts, where they are given."""
+        """Return the benchmark's or user's file of questions, and the user's calibration prompts, as far as set."""
         sources = []
         if self.path == "official":
+            # The smallest official file with enough pairs.
             size = next(size for size in OFFICIAL_PAIRS if size >= self.pairs)
             url = f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz"
             sources.append(Source(kind="url", id=url, field="task.path"))
@@ -159,7 +160,7 @@ class KVRetrieval(GoldPositionTask):
         return {"accuracy": float(contains_answer(text, example.answers))}
 
     def has_answer(self, example: Example, text: str) -> bool:
-        """Whether the reply begins with a value of the prompt, or with an invented or miscopied UUID.
+        """Whether a reply is an attempt: it begins with a value of the prompt, or with an invented or miscopied UUID.
 
         A value later in the reply may be one that the model lists on its way to the answer, as does a model whose reply
         begins with a key of the prompt.
@@ -190,7 +191,13 @@ class KVRetrieval(GoldPositionTask):
     def _calibration(
         self, count: int, stream: str = "calibration"
     ) -> Iterator[Example]:
-        """Generated calibration questions, from one of two streams of random draws."""
+        """Yield ``count`` generated calibration questions.
+
+        Args:
+            count: Number of questions.
+            stream: Name that seeds the random draws: another one gives other questions.
+        """
+        # Spread over the inner positions, where the bias is; with two pairs there are none.
         inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
         positions = self.calibration_indices
         for number in range(count):
@@ -225,9 +232,13 @@ class KVRetrieval(GoldPositionTask):
         return self._example(name, pairs_drawn, position, cluster=name)
 
     def _from_file(self) -> Iterator[Example]:
-        """The questions of a file of the benchmark, each at every gold position."""
+        """Yield the questions of a benchmark's file, each at every gold position.
+
+        Distractors beyond ``pairs`` are left out.
+        """
         path = self.place()
         faults = Faults()
+        # The official files have that many questions; another count means a damaged file.
         count = KV_QUESTIONS if self.path == "official" else 0
         lines = list(read_data_rows("path", path, count=count, faults=faults))
         questions = parse_rows(lines[: self.limit], _pairs_and_gold, faults)
@@ -245,7 +256,14 @@ class KVRetrieval(GoldPositionTask):
     def _example(
         self, name: str, pairs: list[Pair], position: int, cluster: str
     ) -> Example:
-        """The example that asks for the pair at ``position``; ``cluster`` names its question."""
+        """Return the example that asks for the value of the pair at ``position``.
+
+        Args:
+            name: Its id.
+            pairs: Keys and values, in the order of the prompt.
+            position: Index of the gold pair.
+            cluster: Id of its question, which it shares with the same question at other positions.
+        """
         key, value = pairs[position]
         prompt, spans = PROMPTS[self.prompt](pairs, key)
         return Example(
@@ -293,7 +311,7 @@ def _key_of(prompt: str) -> str:
 
 
 def _pairs_and_gold(line: Line) -> tuple[list[Pair], Pair]:
-    """The pairs of a line of the benchmark, and the gold one."""
+    """Return the key-value pairs of a line of a benchmark's file, and the gold one, which is among them."""
     try:
         pairs = [(str(k), str(v)) for k, v in line["ordered_kv_records"]]
         key, value = line["key"], line["value"]

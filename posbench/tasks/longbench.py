@@ -150,10 +150,11 @@ class LongBench(EvaluationOnly):
             yield from self._task(folder, task)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """The best score over the gold texts, 0..1."""
+        """Score a reply by the subset's metric, 0..1: the best over the gold answers."""
         task = example.meta["task"]
         if self.protocol == "yu":
             text = text.strip()
+        # As the benchmark does: after the answer, models go on with another question.
         if task in CATEGORIES["few_shot"]:
             text = text.lstrip("\n").split("\n")[0]
         if task in CLASSIFICATION:
@@ -164,7 +165,10 @@ class LongBench(EvaluationOnly):
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
-        """The categories and their mean, ``categories``; of LongBench-E the ranges of length."""
+        """Return the subsets over which averages are taken, by name of the average.
+
+        These are the categories of tasks and their mean, ``categories``; of LongBench-E the ranges of length.
+        """
         if self.extended:
             return {
                 bucket: tuple(f"{task}/{bucket}" for task in self.chosen)
@@ -188,7 +192,7 @@ class LongBench(EvaluationOnly):
             yield self._example(line, task)
 
     def _example(self, line: Line, task: str) -> Example:
-        """The example of a line."""
+        """Return the example of a line of a task's file."""
         context = line.take("context")
         question = line.get("input")
         template: str = PROMPTS[task]["prompt"]

@@ -74,7 +74,7 @@ def worst(size: int) -> dict[str, float]:
 
 
 def reorder_scores(reply: str, gold: str) -> dict[str, float]:
-    """All metrics of one reply, for a gold order such as ``II,I,III`` or ``2,1,3``.
+    """Return all metrics of one reply, for a gold order such as ``II,I,III`` or ``2,1,3``.
 
     ``exact_order`` is 1 for the gold order. ``standard`` is 1 for a reply in standard format, each gold item
     once and no other numeral in that notation; ``lsd``, ``lmd``, ``sd``, ``sdd`` are its deviations, and the
@@ -133,7 +133,11 @@ class LooGLETimelineReorder(EvaluationOnly):
         return (HUB,)
 
     def questions(self) -> list[Example]:
-        """See :meth:`EvaluationOnly.questions`."""
+        """Return the reorder questions of the benchmark's or the user's file as examples.
+
+        Raises:
+            UserError: The file is wrong, or has none.
+        """
         file = self.place()
         if not self.path:
             file = file / HUB.files[0]
@@ -151,7 +155,7 @@ class LooGLETimelineReorder(EvaluationOnly):
         return reorder_scores(text, example.answers[0])
 
     def _document(self, line: Line) -> Iterator[Example]:
-        """The examples of a document."""
+        """Yield the reorder questions of a document as examples."""
         document = line.take("input")
         questions = [
             pair for pair in _qa_pairs(line) if pair.take("type") == QUESTION_TYPE
@@ -177,7 +181,7 @@ class LooGLETimelineReorder(EvaluationOnly):
 
 
 def _qa_pairs(line: Line) -> list[Line]:
-    """The questions of a document, which its line holds as a Python literal."""
+    """Return the questions of a document, each with its fields; the document's line holds them as a Python literal."""
     text = line.take("qa_pairs")
     try:
         pairs = ast.literal_eval(text)

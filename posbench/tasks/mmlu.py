@@ -54,6 +54,7 @@ class MMLU(Exam):
         return line.translate(without_punctuation).strip().upper()
 
     def _question(self, line: Line, number: int, part: str) -> Question:
+        """Return a line as a question; a line of the hub is first brought into the form of the official CSV files."""
         if not self.path:
             # The hub has the options in one list, and a number for the answer.
             options = line.take("choices", list)

@@ -218,9 +218,15 @@ def _rows(
     names: Sequence[str],
     faults: Faults | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and fields of every row.
+    """Yield number and fields of every row of a JSON-lines, CSV or Parquet file.
 
-    Arguments as of :func:`read_data_rows`, ``file_label`` as in :class:`Line`.
+    Args:
+        field: Config key that names the file, for errors.
+        file: The file, or the archive.
+        file_label: Name of the file in errors.
+        member: Its name in the archive; empty without one.
+        names: Column names of a CSV without a header.
+        faults: Collects faulty lines, which are left out; None raises at the first one.
     """
     kind = Path(member or file).suffix
     number = 0
@@ -269,7 +275,12 @@ def _rows(
 
 
 def _parse_object(text: str, line: Line) -> dict[str, Any]:
-    """The JSON object in a line's text."""
+    """Return the JSON object in a line's text.
+
+    Args:
+        text: The text.
+        line: Names file and number of the line in errors.
+    """
     try:
         fields = parse_json(text)
         if not isinstance(fields, dict):

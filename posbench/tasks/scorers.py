@@ -50,7 +50,7 @@ def contains_answer(
 
 
 def _occurs_as_word(text: str, answer: str) -> bool:
-    """Whether an answer occurs in a text with no letter or digit next to one that it begins or ends with."""
+    """Whether an answer occurs in a text as words of its own, not inside a longer word or number."""
     start = text.find(answer)
     while start >= 0:
         end = start + len(answer)
@@ -94,7 +94,7 @@ def _with_punctuation(text: str) -> str:
 
 
 def normalizer_of(answer: str) -> Callable[[str], str]:
-    """The normalisation of an answer and of the replies that it is compared with.
+    """Return the function that normalises an answer and the replies that it is compared with.
 
     That is :func:`normalize_answer` unless nothing of the answer is left by it ("A", "The The", "?"): then articles are
     kept, or these and punctuation.

@@ -45,7 +45,7 @@ SUBMISSION = "submission"
 
 
 def run(config: Config, run: Run) -> None:
-    """Generate or choose, score, and write predictions.jsonl, metrics.csv, subsets.csv and prompts.json.
+    """Ask the evaluation prompts, score the replies, and write predictions.jsonl and the tables made from it.
 
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
@@ -55,6 +55,7 @@ def run(config: Config, run: Run) -> None:
     encoded = run.prompts.encode(run.evaluation)
     run.out.write_json(PROMPTS_FILE, _prompt_facts(run, encoded))
     methods = run.methods()
+    # With runtime.until, the stage stops once the shape of the curve is certain.
     shape_rule = None
     if run.runtime.until:
         shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
@@ -73,7 +74,10 @@ def run(config: Config, run: Run) -> None:
 
 
 def _facts_of_stop(config: Config, stop: Stop | None) -> dict[str, Any]:
-    """The entry on where and why the stage stopped, for its record."""
+    """Return the entry of ``status.json`` on where and why the stage stopped early.
+
+    ``stopped`` holds the numbers of questions asked and planned, None for a stage that asked them all.
+    """
     budget = None
     if config.budget and stop:
         unit, size = config.budget.amount
@@ -231,7 +235,14 @@ def _score_tables(
     rows: Sequence[Row],
     anytime: Mapping[str, CurveIntervals] | None,
 ) -> dict[str, pd.DataFrame]:
-    """The tables of scored rows of all methods, by the name of their file; none where no row can have a score."""
+    """Return metrics and subset tables of rows of all methods, by file name; empty if no row can have a score.
+
+    Args:
+        tabulator: Computes the tables.
+        rows: Rows of ``predictions.jsonl``.
+        anytime: Intervals by method for a run that stops when the shape of its curve is certain.
+    """
+    # Rows are in the order in which they were made; the tables must not depend on it.
     methods = list(dict.fromkeys(row["method"] for row in rows))
     ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
     if not any(map(is_scorable, ordered)):
@@ -243,7 +254,7 @@ def _score_tables(
 
 
 def _undo_rescore(run: Run) -> None:
-    """Score replies that ``posbench rescore`` scored with other code as the other runs of this version are."""
+    """Score the replies again with this version's code if ``posbench rescore`` scored them with other code."""
     if not was_rescored(run.out):
         return
     num_changed = rescore(run.task, run.model.name, run.runtime.resamples, run.out)
@@ -311,7 +322,17 @@ def _asks(examples: Mapping[str, Example], row: Row) -> bool:
 def _need_same_questions(
     task: Task, examples: Mapping[str, Example], rows: Sequence[Row], out: RunDir
 ) -> None:
-    """Refuse a task that asks other questions than a run did."""
+    """Refuse to score a run's replies by a task that asks other questions.
+
+    Args:
+        task: The task.
+        examples: Its examples by id.
+        rows: The run's rows.
+        out: The run's folder.
+
+    Raises:
+        UserError: A row's question is not in the task, or the questions' checksum differs.
+    """
     unknown_ids = [row["id"] for row in rows if not _asks(examples, row)]
     checksum = _questions_checksum(list(examples.values()))
     same = out.read_json(PROMPTS_FILE).get("questions", checksum) == checksum

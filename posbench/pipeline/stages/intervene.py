@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def run(config: Config, run: Run) -> None:
-    """Measure the attention to every item and write ``attention.csv``."""
+    """Measure the last token's attention to every item, without and with the method, and write ``attention.csv``."""
     examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
     if not examples:
         run.console.print(
@@ -58,7 +58,16 @@ def run(config: Config, run: Run) -> None:
 def _mean_attention(
     run: Run, examples: Sequence[Example], rows: Sequence[Row]
 ) -> pd.DataFrame:
-    """The attention of each layer to each item, the mean over examples of a method and gold position."""
+    """Return the table of ``attention.csv``: each layer's attention to each item, the mean over examples.
+
+    Args:
+        run: The run.
+        examples: Examples by gold position.
+        rows: A row for each method and example, with ``attention`` of shape (layers, items).
+
+    Returns:
+        A row for each method, gold position, layer and item.
+    """
     frames = []
     for name in dict.fromkeys(row["method"] for row in rows):
         attention = {

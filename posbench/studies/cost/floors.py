@@ -20,7 +20,13 @@ TILE_QUERIES = 128  # of 64 to 384 the fastest with 2048 keys
 
 
 def floors(methods: Mapping[str, Method]) -> dict[str, Method]:
-    """The floors of methods that have one, by name; Attention Buckets also with all bases in one batch."""
+    """Return for methods that need several passes the least work that they could do, as methods to time, by name.
+
+    Attention Buckets is also returned with all bases in one batch.
+
+    Args:
+        methods: Methods by name.
+    """
     result: dict[str, Method] = {}
     for name, method in methods.items():
         if isinstance(method, MoICE):
@@ -61,7 +67,13 @@ class Tiles(Kernels):
     """
 
     def attend(self, *args: Any, following: Any, **settings: Any) -> Any:
-        """The mean output [B, T, H, d] of queries [B, H, T, d], and of keys and values [B, G, T, d]."""
+        """Compute the mean attention output over ``count`` copies of the keys, tile by tile; an attention function.
+
+        Queries are [B, H, T, d], keys and values [B, G, T, d].
+
+        Returns:
+            The output [B, T, H, d], and None for the weights.
+        """
         _, query, key, value, _ = args
         batch_size, heads, num_tokens, _ = query.shape
         output = torch.empty_like(query)
@@ -96,7 +108,7 @@ class Forwards(AttentionBuckets):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Run the method's forwards without a cache inside the block, so that only the forwards are timed."""
         forward = lm.model.forward
 
         @wraps(forward)

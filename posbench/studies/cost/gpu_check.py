@@ -155,7 +155,11 @@ class GpuCheck(Study):
         )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``checks`` (a row per setup, model, method and quantity) and the bench's tables."""
+        """Compare every method on each device, kernel and dtype with the CPU in float32, and run the cost studies.
+
+        Returns:
+            Table ``checks`` (a row per setup, model, method and quantity), and the cost studies' tables.
+        """
         device = torch_device(run.runtime.device)
         has_flash = transformers.utils.is_flash_attn_2_available()
         plan = setups(device, torch.cuda.device_count(), has_flash)
@@ -205,7 +209,7 @@ class GpuCheck(Study):
         return examples[: self.prompts]
 
     def benches(self, device: torch.device) -> dict[str, Study]:
-        """The studies of cost, at the size of the device."""
+        """Return the studies of latency and throughput by name, at sizes that the device can run."""
         if device.type == "cuda":
             shape = self.shape or "mistral7b"
             tokens = self.tokens or 10_000
@@ -266,7 +270,7 @@ def _present(tables: Tables, *names: str) -> dict[str, pd.DataFrame]:
 
 
 def _kv_examples(pairs: int, questions: int) -> list[Example]:
-    """Questions of key-value retrieval whose gold pair is in the middle."""
+    """Return questions of key-value retrieval with ``pairs`` pairs, the gold pair in the middle."""
     task = KVRetrieval(
         records="words",
         prompt="compact",
@@ -278,7 +282,12 @@ def _kv_examples(pairs: int, questions: int) -> list[Example]:
 
 
 def _setup_finding(setup: str, rows: pd.DataFrame) -> Finding:
-    """Whether all checks of a setup pass."""
+    """Judge whether all checks of a setup pass.
+
+    Args:
+        setup: Name of the setup.
+        rows: Its rows of ``checks``.
+    """
     is_bench = setup == "bench"
     claim = f"{setup}: every method gives what the CPU gives in float32"
     if is_bench:
@@ -334,7 +343,10 @@ class ModelCheck:
         self.errors: dict[str, dict[str, dict[str, float]]] = {}
 
     def model(self, setup: Setup) -> LM:
-        """The model in a setup; random weights are drawn once, on the CPU."""
+        """Return the model on the device, with the kernel and the dtype of a setup.
+
+        Random weights are drawn once, on the CPU, so that all setups have the same.
+        """
         if self.name == TINY:
             device_map = self._device_map(setup) if setup.second else None
             return load(
@@ -363,7 +375,10 @@ class ModelCheck:
         return device_map
 
     def rows(self, plan: Sequence[Setup]) -> Iterator[Row]:
-        """A row for each setup, method and quantity; one for a setup that this family does not have."""
+        """Yield a row of ``checks`` for each setup, method and quantity.
+
+        A setup that cannot run this model has one row, with the reason.
+        """
         for setup in plan:
             if setup.second and self.name != TINY:
                 continue
@@ -380,7 +395,13 @@ class ModelCheck:
                 yield from self._method_rows(setup, lm, name)
 
     def _method_rows(self, setup: Setup, lm: LM, name: str) -> Iterator[Row]:
-        """A row for each quantity of a method in a setup."""
+        """Yield a row of ``checks`` for each quantity (logits, losses, replies) of a method in a setup.
+
+        Args:
+            setup: The setup.
+            lm: The model in it.
+            name: Name of the method.
+        """
         row = partial(_row, setup, model=self.name, method=name)
         tolerances = self.tolerances(setup, name)
         if not tolerances:
@@ -401,7 +422,10 @@ class ModelCheck:
             )
 
     def tolerances(self, setup: Setup, name: str) -> dict[str, float]:
-        """The tolerance of each quantity; empty where the CPU gives no numbers in that type."""
+        """Return the largest difference allowed by quantity; empty where the CPU gives no numbers in that dtype.
+
+        In half precision it follows from the rounding errors of the CPU in the same dtype.
+        """
         dtype = setup.dtype
         if dtype not in HALF_PRECISION:
             return {
@@ -433,7 +457,7 @@ class ModelCheck:
         return errors
 
     def answers(self, lm: LM, method: Method) -> Answers:
-        """A model's outputs for the examples under a method."""
+        """Return logits, losses of the right answers, and replies of a model for the examples under a method."""
         texts = [example.prompt for example in self.examples]
         gold = [example.answers[0] for example in self.examples]
         prompts = [
@@ -486,7 +510,18 @@ def _row(
     tolerance: float = float("nan"),
     reason: str = "",
 ) -> Row:
-    """A row of ``checks``."""
+    """Return a row of ``checks``.
+
+    Args:
+        setup: Device, dtype and kernel.
+        verdict: ``passed``, ``failed`` or not run.
+        model: Name of the model.
+        method: Name of the method.
+        quantity: What is compared.
+        value: The largest difference.
+        tolerance: What it may be.
+        reason: Why there is no value, or what failed.
+    """
     devices = [setup.device, setup.second] if setup.second else [setup.device]
     return {
         "setup": setup.name,
@@ -511,7 +546,7 @@ def _reason(error: Exception) -> str:
 
 @plot.styled
 def checks_figure(checks: pd.DataFrame) -> Figure:
-    """A panel for each quantity: per method and setup the largest difference over its tolerance."""
+    """Draw a panel for each quantity: by method and setup, the largest difference divided by its tolerance."""
     rows = checks[checks["value"].notna()]
     rows = rows.assign(ratio=rows["value"] / rows["tolerance"])
     methods = list(rows["method"].unique())[::-1]

@@ -73,7 +73,11 @@ class PackedLoop:
 
     @inference_mode
     def losses(self, answer: Sequence[int]) -> Tensor:
-        """Mean loss of an answer after each prompt, nats per token, [B * M]."""
+        """Return the mean loss of an answer after each prompt under each setting, nats per token, [B * M].
+
+        Args:
+            answer: Token ids of the answer.
+        """
         rows = [
             [prompt[-1], *answer[:-1]]
             for prompt in self._prompts
@@ -92,7 +96,10 @@ class PackedLoop:
 
     @inference_mode
     def _prefill(self) -> None:
-        """Compute every shared prefix once, and lay out each prompt's keys and values for the forks."""
+        """Compute all tokens but the last of each prompt, shared prefixes once, without any scaling.
+
+        Fills ``_keys``, ``_values`` and, for scaled layers, ``_terms``: what scaling a channel by 2 would add to keys.
+        """
         prompts = [prompt[:-1] for prompt in self._prompts]
         trie = build_prefix_trie(prompts)
         self.tokens = trie.size + len(prompts) * len(self._factors)
@@ -134,17 +141,29 @@ class PackedLoop:
                 x = x + layer.self_attn.o_proj(output)
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
         for number, layer in enumerate(self._layers):
-            self._keys.append([keys[number][:, s].mT.contiguous() for s in slots])
-            self._values.append([values[number][:, s] for s in slots])
+            self._keys.append(
+                [
+                    keys[number][:, prompt_slots].mT.contiguous()
+                    for prompt_slots in slots
+                ]
+            )
+            self._values.append(
+                [values[number][:, prompt_slots] for prompt_slots in slots]
+            )
             self._terms.append([{} for _ in slots])
             if number not in self._scaled:
                 continue
-            for terms, s in zip(self._terms[number], slots, strict=True):
-                cos, sin = self._rotation(torch.arange(len(s), device=weight.device))
+            for terms, prompt_slots in zip(self._terms[number], slots, strict=True):
+                cos, sin = self._rotation(
+                    torch.arange(len(prompt_slots), device=weight.device)
+                )
                 for index, channel in enumerate(channels.tolist()):
                     column = layer.self_attn.k_proj.weight[:, channel]
                     column = column.view(-1, 1, self._head_size)
-                    term = _rotated(column, cos, sin) * inputs[number][s, index, None]
+                    term = (
+                        _rotated(column, cos, sin)
+                        * inputs[number][prompt_slots, index, None]
+                    )
                     terms[channel] = term.mT.contiguous()
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -152,7 +171,7 @@ class PackedLoop:
         return states.unflatten(-1, (-1, self._head_size)).transpose(0, 1)
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B * M, t, V] of tokens [B * M, t] that follow the computed ones."""
+        """Return the logits [B * M, t, V] of tokens [B * M, t] that follow the ones computed so far."""
         rows, num_tokens = tokens.shape
         prompts, settings = len(self._prompts), len(self._factors)
         before = 0 if self._own[0] is None else self._own[0][0].shape[1]
@@ -164,8 +183,8 @@ class PackedLoop:
         row_channels = self._channels.repeat(prompts)
         row_factors = self._factors.repeat(prompts)[:, None]
         every_row = torch.arange(rows, device=tokens.device)
-        shut = torch.ones(num_tokens, before + num_tokens, device=tokens.device)
-        shut = shut.triu(before + 1).bool()
+        later_tokens = torch.ones(num_tokens, before + num_tokens, device=tokens.device)
+        later_tokens = later_tokens.triu(before + 1).bool()
         shape = (rows, num_tokens, -1, self._head_size)
         x = self._model.model.embed_tokens(tokens)  # type: ignore[operator, union-attr]
         for number, layer in enumerate(self._layers):
@@ -198,13 +217,14 @@ class PackedLoop:
             own_scores = query.flatten(3, 4) @ own_keys.mT
             if num_tokens > 1:
                 by_token = own_scores.unflatten(3, (-1, num_tokens))
-                own_scores = by_token.masked_fill(shut, -math.inf).flatten(3, 4)
+                own_scores = by_token.masked_fill(later_tokens, -math.inf).flatten(3, 4)
             outputs = []
             for prompt in range(prompts):
                 queries = query[prompt].flatten(2, 3)
                 scores = _product(queries, self._keys[number][prompt])
                 for channel, term in self._terms[number][prompt].items():
                     members = self._channels == channel
+                    # Scaling a channel by f adds f - 1 times its part of the keys.
                     factors = (self._factors[members] - 1)[:, None, None]
                     scores[:, members] += _product(queries[:, members] * factors, term)
                 past = scores.shape[-1]

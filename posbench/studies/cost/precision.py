@@ -83,13 +83,14 @@ class Precision(Study):
         return {"errors": with_environment(errors), "drifts": with_environment(drifts)}
 
     def _prompts(self, run: Run) -> list[list[int]]:
-        """Token ids of evaluation prompts, spread over the whole set, of several lengths."""
+        """Return token ids of evaluation prompts, spread over the whole set, of different lengths."""
         step = max(1, len(run.evaluation) // self.prompts)
         chosen = run.evaluation[::step][: self.prompts]
         prompts = [encoded.ids for encoded in run.prompts.encode(chosen).values()]
         # Every second prompt loses some of its first pairs: equal lengths would need no padding.
         for i in range(0, len(prompts), 2):
             prompt = prompts[i]
+            # Four tokens a pair.
             prompts[i] = prompt[:1] + prompt[1 + 4 * (i % 7) :]
         return prompts
 
@@ -150,7 +151,7 @@ def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
 
 @plot.styled
 def errors_figure(errors: pd.DataFrame) -> Figure:
-    """Mean difference of logits, a line for each method, a mark for each weight type and its own effect."""
+    """Draw the mean difference of logits of each method: a mark for each weight type, and the method's own effect."""
     figure, axes = plot.new_figure(plot.PAGE, 2.4)
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
         label = f"error of {weights}"

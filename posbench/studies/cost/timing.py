@@ -136,7 +136,13 @@ def _synchronize(device: torch.device) -> None:
 def _ratios(
     seconds: Sequence[float], base_seconds: Sequence[float], faster: bool
 ) -> dict[str, float]:
-    """Median, smallest and largest ratio of times over the rounds, or speed-up with ``faster``."""
+    """Return median, smallest and largest ratio of two ways' times over the rounds, by column.
+
+    Args:
+        seconds: Seconds of the way in each round.
+        base_seconds: Seconds of the way that it is compared with.
+        faster: Give speed-ups (base over way) in place of ratios of times (way over base).
+    """
     rounds = list(zip(seconds, base_seconds, strict=True))
     if faster:
         kind = "speedup"
@@ -210,7 +216,11 @@ def random_model(
 
 @plot.styled
 def ratio_figure(measured: pd.DataFrame) -> Figure:
-    """Draw a panel for each work: median ratio of each way, and its range over rounds."""
+    """Draw a panel for each work: median ratio of each way, its range over rounds, and the paper's ratios.
+
+    Args:
+        measured: A row for each work and way.
+    """
     panels = list(measured.groupby("work", sort=False))
     kind = "ratio" if "ratio" in measured else "speedup"
     figure, grid = plot.new_figure(
