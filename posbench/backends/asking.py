@@ -32,6 +32,11 @@ SHOWN_CHARACTERS = 120
 def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
     """Check that a server can do a task, and list how it differs from a model in process.
 
+    Args:
+        model: The model; one in process passes.
+        task: The task.
+        encoder: Makes the prompts.
+
     Returns:
         Differences in words; none for a model in process.
 

@@ -279,7 +279,12 @@ class Backend(ABC):
 
 
 def with_choice(reply: Reply, choices: Sequence[str]) -> Reply:
-    """Return the reply with the choice that its text names, and how it was read."""
+    """Return a reply with the choice that its text names as its text, or marked as one that names none.
+
+    Args:
+        reply: The reply; a rejected, unfinished or unclear one is returned unchanged.
+        choices: The choices.
+    """
     if reply.rejection or reply.is_thinking or reply.obstacle:
         return reply
     choice = choice_in_reply(reply.text, choices)

@@ -191,6 +191,12 @@ class _Counts:
         return self._count(text) if self._is_whole(text, len(text) // 2) else None
 
     def _count(self, text: str, again: bool = False) -> int:
+        """Return the tokens of a text as the server counts them; each text is sent once unless ``again``.
+
+        Raises:
+            _Rejected: The server refuses the text.
+            _NotCounted: It reports no count.
+        """
         if again or text not in self._known:
             reply = self._ask(cold(text), 0)
             if reply.rejection:
@@ -278,11 +284,13 @@ class _Values:
         self._filler = " ".join(prompt.translate(str.maketrans('"{}', "'()")).split())
 
     def check(self, characters: int, why: str) -> Delivery:
-        """See :func:`check_delivery`.
+        """Find out by values hidden in the text whether it arrives whole, else how long a text may be.
+
+        Used where token counts cannot be compared.
 
         Args:
             characters: Length of the longest prompt.
-            why: Why no counts are compared, in words.
+            why: Why they cannot, in words.
         """
         short = min(SHORT_CHARACTERS, characters // 2)
         if not all(self._finds(short, depth) for depth in DEPTHS):
@@ -471,6 +479,7 @@ class RowCheck:
         with self._lock:
             if tokens >= self._share * expected:
                 return True
+            # After some confirmed ones, no further prompt is checked by more requests.
             if self._num_shortened >= SURE_ROWS:
                 return False
             is_whole = self._is_whole_all_the_same(text, tokens)

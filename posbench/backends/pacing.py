@@ -105,6 +105,7 @@ class Pacer:
             tokens: Approximate tokens of a request.
         """
         with self._changed:
+            # About one more at a time after each round of answers.
             self._limit = min(self._limit + 1 / self._limit, float(self.most))
             self._pause = FIRST_PAUSE_SECONDS
             self._refused_since = None

@@ -93,7 +93,7 @@ class Refusal:
 def read_refusal(
     status: int, text: str, fields: Collection[str], model: str
 ) -> Refusal:
-    """Read an HTTP error.
+    """Read why a server refused a request, from its HTTP error.
 
     Args:
         status: Its status.
@@ -105,6 +105,7 @@ def read_refusal(
     code = f"{error.get('code')} {error.get('type')}"
     message = str(error.get("message") or text)
     may_be_quota = status in (400, 403, 429)
+    # Such words also stand in errors that pass by themselves.
     is_spent = SPENT_OR_BUSY.search(text) and not RETRY.search(text)
     if status == 402 or (may_be_quota and (QUOTA.search(text) or is_spent)):
         return Refusal("quota")
@@ -175,7 +176,7 @@ def _read_client_error(
 
 
 def _error_of(text: str) -> Mapping[str, Any]:
-    """The error object of a body; empty where there is none."""
+    """Return the error object in the JSON body of a response; empty where there is none."""
     with suppress(ValueError, RecursionError):
         data = json.loads(text)
         if isinstance(data, dict):

@@ -202,7 +202,10 @@ class Endpoint(Backend):
 
     @property
     def thinking_tokens(self) -> int:
-        """Tokens of a reply for thinking."""
+        """The tokens that a reply may take for thinking: the config's, else the default or what the server allows.
+
+        0 for a model that does not think.
+        """
         if self._config.thinking_tokens is not None:
             return self._config.thinking_tokens
         if not self.profile.thinking:
@@ -472,6 +475,7 @@ class Endpoint(Backend):
         form = reply.thinking_form
         wrote = reply.reply_tokens or 0
         is_blank = not reply.text.strip()
+        # The limit was used up, and no text came.
         if may_think and not form and is_blank and reply.finish == FINISH_LENGTH:
             form = "hidden"
         self._change(
@@ -559,6 +563,7 @@ class Endpoint(Backend):
             return
         # Both prompts have the same template.
         extra_characters = len(text) - len(PROBE_QUESTION)
+        # A longer and a shorter text differ by their characters alone.
         per_character = (long.prompt_tokens - short_tokens) / max(extra_characters, 1)
         overhead = max(short_tokens - round(per_character * len(PROBE_QUESTION)), 0)
         self._change(tokens_per_character=per_character, overhead_tokens=overhead)
@@ -990,7 +995,7 @@ class Endpoint(Backend):
         return UserError("model.api", " and ".join(apis), allowed, "; or ".join(hints))
 
     def _connection_error(self, error: Any) -> Exception:
-        """The exception for a request that got no response."""
+        """Return the exception for a request without a response: nothing accepts connections, or the server failed."""
         cause = error.__cause__
         if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
             return self._dead_address(cause)
@@ -1073,10 +1078,12 @@ class Endpoint(Backend):
             "echo with a token",
             "prompt_logprobs",
         )
-        for form in forms if isinstance(prompt, str) else ():
+        for likelihood_form in forms if isinstance(prompt, str) else ():
             with suppress(RequestError, _PromptRejected), failing_on_other_forms():
-                self._likelihoods(str(prompt), " A", form)
-                self._change(choice_method=BY_LOG_LIKELIHOODS, likelihood_form=form)
+                self._likelihoods(str(prompt), " A", likelihood_form)
+                self._change(
+                    choice_method=BY_LOG_LIKELIHOODS, likelihood_form=likelihood_form
+                )
                 return
         self._change(choice_method=BY_LETTER)
         if self.profile.thinking:
@@ -1161,7 +1168,7 @@ def _unusual_finish(replies: Sequence[Reply]) -> str:
 
 
 def _with_counts(reply: Reply, replies: Sequence[Reply]) -> Reply:
-    """A reply with the tokens of all the requests that it took."""
+    """Return a reply with the summed tokens, and the number, of all the requests that it took."""
     return replace(
         reply,
         prompt_tokens=_total(part.prompt_tokens for part in replies),

@@ -148,7 +148,7 @@ def _flags(verb: str) -> list[str]:
 
 
 def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """The keys of a group, for the typed choice, or else the default config's.
+    """Return the dotted keys of a group, for the choice that is typed, or else the default config's.
 
     Args:
         group: The group.

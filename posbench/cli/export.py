@@ -200,7 +200,15 @@ def _need_weight_type(form: base.Format, weights: str | None) -> None:
 
 
 def _need_same_base(record: write.Record, config: Config) -> None:
-    """Refuse weights that differ from a record's, and a record that names none for its model."""
+    """Refuse to verify an export with other weights than those it was made from.
+
+    Args:
+        record: The export's record.
+        config: The config, with the model on this machine.
+
+    Raises:
+        UserError: The weights differ, or the record does not name them.
+    """
     checkpoint = config.model.checkpoint
     files = [entry for entry in record.base if entry.get("field") == checkpoint.field]
     if not all("name" in entry for entry in files) or not files:
@@ -316,7 +324,11 @@ def _origin_of_run(folder: Path) -> Origin:
 
 
 def _need_model_that_does_the_task(origin: Origin) -> None:
-    """Refuse constants whose run shows that the model cannot do the task: nothing shows a fix."""
+    """Refuse to export constants if their run shows that the model cannot do the task, so that nothing shows a fix.
+
+    Raises:
+        UserError: The run's verdict says so.
+    """
     verdict = origin.verdict
     if verdict is None or verdict.name != CANNOT_DO:
         return
@@ -387,7 +399,7 @@ def _side_effects(
     requested: Method,
     written: Method,
 ) -> list[list[str]]:
-    """Measurements of runs of other tasks, see :func:`posbench.export.write.side_effects`.
+    """Return what the same method does to other tasks, from runs in the outputs.
 
     Args:
         outputs: Folder of runs.
@@ -395,6 +407,9 @@ def _side_effects(
         contents: The files of the model.
         requested: The method that was asked for.
         written: The method that the files hold, the same or its twin.
+
+    Returns:
+        Rows of task, difference in points, and n, see :func:`posbench.export.write.side_effects`.
     """
     weights = fingerprint(contents)
     name = run.method.choice.name

@@ -361,7 +361,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 def _check_names(
     field_name: str, names: Sequence[str], all_names: Sequence[str]
 ) -> None:
-    """Refuse a name that does not exist."""
+    """Refuse a name that does not exist.
+
+    Args:
+        field_name: What is named, for the error.
+        names: The typed names.
+        all_names: The existing names.
+
+    Raises:
+        UserError: The first such name.
+    """
     for name in names:
         if name not in all_names:
             hint = near(name, all_names, "posbench ls experiments")
@@ -369,7 +378,7 @@ def _check_names(
 
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
-    """The description in an experiment's file, and whether it trains."""
+    """Return the description in an experiment's file, and under ``trains`` whether it trains; empty for a bad file."""
     file = paths.find_choice("experiment", name, folders)
     try:
         data = read_yaml(file, hint=CORRECT_FILE) if file else {}
@@ -397,6 +406,7 @@ def _reason_to_leave_out(
     if facts.get("needs_weights") and experiment.embedded:
         return "needs weights"
     if experiment.state == "refused":
+        # Is it refused without the overrides for all experiments, too?
         plain_args = [arg for arg in experiment.args if arg not in overrides]
         plain = Experiment(experiment.name, plain_args, 0)
         plain.inspect()

@@ -240,7 +240,7 @@ def _settle_model(settings: dict[str, str]) -> None:
 def _bad_settings(
     settings: dict[str, str], kept: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Settings that the task does not have, or whose value means nothing here.
+    """Return key and value of settings that the task does not have, or whose value means nothing here.
 
     Args:
         settings: Values by key.
@@ -254,6 +254,7 @@ def _bad_settings(
         group, _, name = key.partition(".")
         is_unknown = group == "task" and name and name not in fields
         is_auto_batch = key == "runtime.batch_size" and not value.isdigit()
+        # Other tools take a limit below 1 as a share.
         is_share = key == "task.limit" and not value.isdigit()
         if is_unknown or is_auto_batch or is_share:
             bad.append((key, value))

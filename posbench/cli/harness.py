@@ -119,7 +119,7 @@ def configured(
     settings: Mapping[str, Any],
     config_dir: str | None = None,
 ) -> Config:
-    """The config of a model and a method, checked as the ``posbench`` command does.
+    """Return the config of a model and a method, checked as the ``posbench`` command does.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
@@ -287,7 +287,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         return cls(**(flags | arg_dict))
 
     def get_model_info(self) -> dict[str, Any]:
-        """The harness's record of a model, and the method with its parameters."""
+        """Return the harness's record of the model, with the method and its parameters under ``posbench``."""
         info = {
             "model": self.posbench.model.path,
             "method": self.posbench.choice.name,

@@ -316,7 +316,7 @@ def _run(args: list[str]) -> int:
 
 
 def _diagnose(args: list[str]) -> int:
-    """Run the verb diagnose, whose budget counts from before its libraries are imported."""
+    """Run the verb diagnose; its budget counts from before its libraries are imported. Return the exit status."""
     from posbench.run.budget import Stopwatch
 
     watch = Stopwatch()
@@ -379,7 +379,11 @@ def _run_jobs(args: list[str], watch: Stopwatch) -> int:
 
 
 def _refuse_unknown_verb(args: Sequence[str]) -> None:
-    """Refuse a first word that is neither a verb nor ``key=value``."""
+    """Refuse a first word that is neither a verb nor ``key=value``.
+
+    Raises:
+        UserError: The hint is the nearest verb, or the right command for a URL.
+    """
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run takes no verb: posbench key=value"
         hint = NO_VERBS.get(args[0]) or near(args[0], list(VERBS), "posbench --help")
@@ -440,6 +444,9 @@ def _run_job(
         command: The command line.
         lm: The model, where jobs before loaded it.
         watch: Measures the job; None: from now on.
+
+    Returns:
+        The record of a job: overrides, run folder, exit status.
     """
     from posbench.pipeline.execute import execute
     from posbench.pipeline.multirun import new_record

@@ -171,7 +171,7 @@ def _submission_state(folder: Path, config: Config, queue: job_records.Queue) ->
 def _entry(
     folder: Path, composed: ComposedConfig, config: Config, state: str
 ) -> Submission:
-    """The record of a submission; a run that needs no job keeps the last one's.
+    """Return the record of a submission; of a run that needs no job that is its last one, with the new overrides.
 
     Args:
         folder: The run's folder.

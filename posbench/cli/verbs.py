@@ -254,7 +254,7 @@ def report(args: list[str]) -> int:
 
 
 def _redraw(folder: Path, formats: Sequence[str]) -> Path:
-    """Draw the figures and the page of a run or a sweep again; the page's path.
+    """Draw the figures and the page of a run or a sweep again; return the page's path.
 
     Args:
         folder: The run or sweep.

@@ -187,7 +187,7 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
 
 
 def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
-    """Name and rows in GGUF of a tensor of the model.
+    """Return the name and the rows in GGUF of a tensor of the model.
 
     Args:
         fix: The fix whose model it is.
@@ -244,6 +244,7 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
                 blocks = gguf.quantize(rows.numpy(), kind)
                 writer.add_tensor(gguf_name, blocks, raw_dtype=kind)
         rotary: Any = rope.rotary_module(fix.lm.model)
+        # llama.cpp takes this scaling as a factor of each frequency.
         if getattr(rotary, "rope_type", None) == "llama3":
             theta = rotary.config.rope_parameters["rope_theta"]
             scaled = rotary.inv_freq.double().cpu()
@@ -254,12 +255,13 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
 
 
 def named_rows(fix: Fix) -> Iterator[tuple[str, Tensor]]:
-    """Names in GGUF and rows, in float32, of the tensors of the model as it is now."""
+    """Yield name in GGUF and rows, in float32, of the tensors of the model as it is now."""
     arch = architecture(fix)
     # Of tied matrices the first alone, as llama.cpp expects.
     for name, weight in fix.lm.model.named_parameters():
         gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
         if arch.gemma and name.endswith("norm.weight"):
+            # Gemma multiplies by 1 + weight, llama.cpp by the stored number.
             rows = rows + 1
         yield gguf_name, rows
 
@@ -287,7 +289,7 @@ def need_rounded_weights(fix: Fix, file: Path) -> None:
 
 
 def write_and_close(writer: Any) -> None:
-    """Write a file whose metadata and tensors were all added."""
+    """Write a GGUF file whose metadata and tensors were all added to the writer, and close it."""
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -386,7 +388,7 @@ def rope_metadata(fix: Fix, rope_parameters: Any) -> dict[str, Any]:
 
 
 def window_period(fix: Fix, config: Any, head_size: int, large: int) -> int:
-    """The period with which layers have full attention, others a sliding window.
+    """Return the n such that every n-th layer has full attention and the others a sliding window.
 
     Args:
         fix: The fix whose model it is.
@@ -395,7 +397,7 @@ def window_period(fix: Fix, config: Any, head_size: int, large: int) -> int:
         large: See :class:`Architecture`.
 
     Raises:
-        UserError: There is no such period, or llama.cpp scales queries by another number.
+        UserError: There is no such n, or llama.cpp scales queries by another number.
     """
     is_full = [kind == "full_attention" for kind in config.layer_types]
     period = 1 + (*is_full, True).index(True)

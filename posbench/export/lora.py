@@ -99,7 +99,15 @@ VLLM
 
 
 def need_columns(change: CheckpointChange, to: str) -> None:
-    """Refuse a change of more than weights, or of nothing; ``to`` is the format's name."""
+    """Refuse a change of rotary embeddings, which an adapter cannot hold, and one of nothing.
+
+    Args:
+        change: The method as a change of the checkpoint.
+        to: Name of the format, for the error.
+
+    Raises:
+        UserError: States which.
+    """
     if change.columns and not change.rope:
         return
     reason = "rotary embeddings change" if change.rope else "nothing changes"
@@ -119,7 +127,7 @@ def vllm_max_rank(rank: int) -> int | None:
 
 
 def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]]:
-    """The adapter's matrices, by the dotted name of the projection.
+    """Return the adapter's matrices, by the dotted name of the projection.
 
     Each scaled channel has a unit row in A, and in B its column of the weights times its
     factor minus 1; the rest, up to the rank of the adapter, is zero.
@@ -141,6 +149,7 @@ def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]
         for index, (channel, factor) in enumerate(column_factors.items()):
             a[index, channel] = 1
             gain = (factor - 1) * column(lm, name, channel)
+            # A fused projection: only rows of queries and keys change.
             if rows is not None:
                 gain = torch.zeros_like(gain).index_copy(0, rows, gain[rows])
             gains.append(gain)

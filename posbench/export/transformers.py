@@ -154,7 +154,15 @@ def router_weights(fix: Fix) -> dict[str, Tensor]:
 
 
 def check_plain_weights(lm: LM, to: str) -> None:
-    """Refuse a model with quantised or offloaded weights; ``to`` is the format's name."""
+    """Refuse a model with quantised or offloaded weights.
+
+    Args:
+        lm: The model.
+        to: Name of the format, for the error.
+
+    Raises:
+        UserError: It has such weights.
+    """
     is_quantised = getattr(lm.model, "hf_quantizer", None) is not None
     if is_quantised or any(parameter.is_meta for parameter in lm.model.parameters()):
         kind = "quantised" if is_quantised else "offloaded"
@@ -271,6 +279,7 @@ torch.save(results, sys.argv[1])
 
 
 def _scale_channel(method: ScaleChannel, lm: LM) -> dict[str, Any]:
+    """Return the constants of scale_channel for the shipped code, as they stand in config.json."""
     return {
         "channels": list(method.channels),
         "factor": method.factor,

@@ -87,7 +87,7 @@ class Export(Format):
             (folder / name).write_text(text)
 
     def missing(self) -> str:
-        """See :meth:`Format.missing`."""
+        """Return why the files cannot be verified here: vLLM is not installed; empty if it is."""
         script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         process = subprocess.run([interpreter(), "-c", script], check=False)
         if process.returncode == 0:
@@ -97,7 +97,7 @@ class Export(Format):
         )
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """See :meth:`Format.read`; through vLLM in a process of its own."""
+        """Load the package through vLLM in a process of its own, and predict the next token of each prompt."""
         arguments = {
             "model": str(Path(fix.files).resolve()) if fix.files else fix.base,
             "dtype": str(fix.lm.model.dtype).removeprefix("torch."),

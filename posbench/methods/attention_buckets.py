@@ -63,7 +63,7 @@ class AttentionBuckets(Method):
         return replace(self, bases=(None,) * len(self.bases), mixture="logits")
 
     def folded(self, lm: LM) -> CheckpointChange | None:
-        """Another base, where there is one alone."""
+        """Return the change of the checkpoint that equals the method: another base. None with several bases."""
         if len(self.bases) > 1:
             return None
         base = self.bases[0]
@@ -82,6 +82,7 @@ class AttentionBuckets(Method):
         """
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.mixture == "logits":
+            # A base weighs by its confidence: the largest logit, or probability.
             weights = exact.amax(-1, keepdim=True).softmax(1)
             return (weights * exact).sum(1).to(logits.dtype)
         log_probabilities = exact.log_softmax(-1)
@@ -199,7 +200,7 @@ class _JoinedCache:
         self.num_added = end
 
     def fill(self, cache: Any, last: Any) -> Any:
-        """Put the joined states into the caller's cache, or without one into the last bases' cache.
+        """Put the joined keys and values into the caller's cache, or without one into the last bases' cache; return it.
 
         Args:
             cache: The empty cache of the caller, or None.
@@ -229,7 +230,13 @@ def _cache_last_output(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _repeat_rows(value: Any, num_rows: int, times: int) -> Any:
-    """Return an argument of the forward with each row repeated; arguments without a row per prompt are unchanged."""
+    """Return an argument of the forward with each row repeated, once for each base.
+
+    Args:
+        value: The argument; one without a row per prompt is returned unchanged.
+        num_rows: Number of prompts.
+        times: Number of bases.
+    """
     if isinstance(value, dict):
         return {k: _repeat_rows(part, num_rows, times) for k, part in value.items()}
     is_tensor = isinstance(value, torch.Tensor)

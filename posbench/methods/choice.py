@@ -45,7 +45,7 @@ class MethodChoice:
         typed: Iterable[str] = (),
         config_path: str = "method",
     ) -> MethodChoice:
-        """The choice that a config node describes.
+        """Return the choice that a config node describes.
 
         Args:
             data: The node.
@@ -88,7 +88,7 @@ class MethodChoice:
         return any(cls.needs.items for cls in self.classes)
 
     def files(self) -> tuple[Source, ...]:
-        """The files that the parameters of the method and of its parts name."""
+        """Return the files that the parameters of the method and of its parts name, each with its config key."""
         sources = [
             replace(source, field=f"{self.where}.{source.field}")
             for source in self.cls.files(self.values)

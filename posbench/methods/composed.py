@@ -66,7 +66,7 @@ class Composed(Method):
         return Composed(parts=parts) if parts else Unmodified()
 
     def records(self) -> tuple[Collection[int], Collection[int]]:
-        """The channels and layers of all its parts."""
+        """Return the channels, and the layers, whose attention inputs any of its parts needs from a prefill."""
         channels: set[int] = set()
         layers: set[int] = set()
         for part in self.parts.values():
@@ -100,7 +100,7 @@ class Composed(Method):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Apply the parts, one inside the other, in a block."""
         with ExitStack() as stack:
             for part in self.parts.values():
                 # Not ``applied``: the parts share the one block of the model that this method has.

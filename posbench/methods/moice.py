@@ -104,18 +104,18 @@ def mixed_attention(
         # Layers that hold the same keys share their tables within one forward.
         num_keys = rotation.key.shape[2]
         if num_keys not in table_cache:
-            of_keys = [call.table(rotation.key_positions, base) for base in bases]
-            of_queries = of_keys
+            key_tables = [call.table(rotation.key_positions, base) for base in bases]
+            query_tables = key_tables
             if rotation.query.shape[2] != num_keys:
                 positions = rotation.query_positions
-                of_queries = [call.table(positions, base) for base in bases]
-            table_cache[num_keys] = of_queries, of_keys
+                query_tables = [call.table(positions, base) for base in bases]
+            table_cache[num_keys] = query_tables, key_tables
         return table_cache[num_keys]
 
     def attend(rotation: HandRotation) -> Tensor:
-        of_queries, of_keys = tables(rotation)
-        queries = rotation.rotate_by_each(rotation.query, of_queries)
-        keys = rotation.rotate_by_each(rotation.key, of_keys)
+        query_tables, key_tables = tables(rotation)
+        queries = rotation.rotate_by_each(rotation.query, query_tables)
+        keys = rotation.rotate_by_each(rotation.key, key_tables)
         mixed: Tensor | None = None
         for index, (query, key) in enumerate(zip(queries, keys, strict=True)):
             if mixed is None:

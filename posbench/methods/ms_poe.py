@@ -88,7 +88,9 @@ class MsPoE(Method):
         return rope.rotating_by_hand(lm.model, dict.fromkeys(layers, self._attend))
 
     def head_ratios(self, outlying: Tensor) -> Tensor:
-        """The ratio of each head.
+        """Return the ratio by which each head divides positions, evenly spaced between the two of ``ratios``.
+
+        With the paper's order, the head with most outlying keys gets the smallest ratio.
 
         Args:
             outlying: Number of outlying keys of each head, shape (B, H).
@@ -107,6 +109,7 @@ class MsPoE(Method):
             ratio_index = outlying.argsort(dim=1, descending=True, stable=True)
         if order == "rank":
             ratio_index = ratio_index.argsort(dim=1)  # the rank of each head
+        # The released program stops one step below the largest ratio.
         num_steps = num_heads if self.variant == "official" else max(num_heads - 1, 1)
         low, high = self.ratios
         return low + (high - low) * ratio_index.float() / num_steps

@@ -303,7 +303,7 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _masked(scores: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
-    """Scores [B, G, M, N, P + n], low where a key is shut.
+    """Return scores [B, G, M, N, P + n], very low where a token must not see a key.
 
     Args:
         scores: The scores, in which the tokens are the faster part of N.

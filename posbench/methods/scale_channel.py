@@ -367,6 +367,7 @@ class ScaleChannel(Method):
                 return prepare_inputs(*args, **kwargs)
             cache = kwargs.get("past_key_values")
             if getattr(cache, _MARK, None) == block_id:
+                # generate() reads a long prompt in parts, so its end is not known yet.
                 if not kwargs.get("next_sequence_length"):
                     raise ValueError(CHUNKED)
                 # All tokens of the prompt are here: those in the cache were scaled as if they were its end.
@@ -442,6 +443,7 @@ class ScaleChannel(Method):
         if isinstance(self.last, int):
             num_scaled = min(self.last + num_candidates, num_tokens)
 
+        # The method needs the cache, whatever the caller wants to get back.
         whole = {"past_key_values": cache, "use_cache": True, "return_dict": True}
         if num_scaled == num_tokens:
             output = self.continue_with(model, forward, **whole, **call)

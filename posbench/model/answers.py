@@ -196,7 +196,7 @@ def read_reply(
     hidden: bool = False,
     max_tokens: int | None = None,
 ) -> Reply:
-    """Read the reply in an answer of either API.
+    """Read the reply in an answer of the completions or the chat API.
 
     Args:
         answer: The answer, with a choice 0.
@@ -230,6 +230,7 @@ def read_reply(
         form = "field"
     elif not form and (hidden or usage.thinking_tokens):
         form = "hidden"
+    # The limit came while the model was thinking.
     is_cut = finish == FINISH_LENGTH and bool(form) and not text.strip()
     obstacle = unclear_thinking(split) or obstacle
     if not text.strip():
@@ -408,7 +409,7 @@ def without_surrogates(value: Any) -> Any:
 
 @contextmanager
 def failing_on_other_forms() -> Iterator[None]:
-    """Raise RequestError where an answer has another form than the API's."""
+    """Raise RequestError where the block reads a field that a server's answer does not have in the API's form."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

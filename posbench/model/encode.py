@@ -127,9 +127,15 @@ class Encoder:
     def render(
         self, prompt: str, *, chat: bool = True, system: str = "", prefill: str = ""
     ) -> str:
-        """The text the model reads: the prompt, in the chat template if there is one to use, and ``prefill``.
+        """Return the text the model reads: the prompt, in the chat template if there is one to use, and ``prefill``.
 
         Without a template the system message comes before the prompt, with an empty line between.
+
+        Args:
+            prompt: The task's prompt.
+            chat: Whether it may be put into the chat template.
+            system: System message.
+            prefill: Beginning of the reply.
         """
         text, _ = self._render(prompt, chat, system)
         return text + prefill
@@ -212,7 +218,15 @@ class Encoder:
         return text, True
 
     def _need_shown(self, prompt: str, text: str) -> None:
-        """Refuse a chat template that leaves no line of a prompt in its text, as those for parts of messages do."""
+        """Refuse a chat template that shows no line of a prompt, as those for messages in parts do.
+
+        Args:
+            prompt: The prompt.
+            text: What the template made of it.
+
+        Raises:
+            UserError: The template does.
+        """
         lines = [line.strip().lower() for line in prompt.splitlines() if line.strip()]
         text = text.lower()
         if lines and not any(line in text for line in lines):
@@ -533,7 +547,15 @@ def _place_of(prompt: str, text: str) -> tuple[int, tuple[int, int]]:
 
 
 def _shift_span(span: tuple[int, int], shifts: Sequence[_Shift]) -> tuple[int, int]:
-    """A token's characters in the task's prompt, from those in the rendered text."""
+    """Return a token's characters in the task's prompt, from its characters in the rendered text.
+
+    Args:
+        span: Start and end in the rendered text.
+        shifts: Spans of the rendered text, and how far each lies from its place in the prompt; None: not in it.
+
+    Returns:
+        Start and end in the prompt; an empty span for a token outside.
+    """
     first, last = span
     for start, end, offset in shifts:
         if start < last and first < end and last > first:

@@ -175,7 +175,7 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def context_window(config: PreTrainedConfig) -> int:
-    """Tokens a checkpoint reads by its own config, 2^31 where the config sets no limit."""
+    """Return how many tokens a checkpoint reads by its own config, 2^31 where the config sets no limit."""
     text = config.get_text_config()
     return (
         getattr(text, "max_position_embeddings", None)
@@ -267,6 +267,7 @@ def on_query_key_input(
         return (changed, *args[1:])
 
     def change_key_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # Some models compute keys from another tensor, which is then changed by itself.
         hidden, changed = changed_inputs.pop() if changed_inputs else (None, None)
         if hidden is not args[0]:
             changed = change(args[0])
@@ -280,6 +281,7 @@ def on_query_key_input(
         )
         return output.index_copy(-1, rows, changed.index_select(-1, rows))
 
+    # A fused projection also makes values: only the rows of queries and keys change.
     if family.fused is None:
         return [
             query_projection.register_forward_pre_hook(change_query_input),
@@ -389,7 +391,7 @@ def keys_for_cache(
     projected: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Keys as a layer caches them: clamped, normalised, split in heads, rotated.
+    """Return keys as a layer caches them: clamped, normalised, split in heads, rotated.
 
     Args:
         model: The model.
@@ -449,7 +451,7 @@ def rotates(model: PreTrainedModel, layer: int) -> bool:
 
 
 def _count_heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
-    """Query heads and key heads of a layer."""
+    """Return the numbers of query heads and of key heads of a layer."""
     config = text_config(model)
     attention = attention_module(model, layer)
     key_heads = getattr(attention, "num_kv_heads", None) or getattr(

@@ -105,6 +105,7 @@ def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
     rows_by_fault = {
         "its head gives NaN or infinity": ~torch.isfinite(high),
         "all logits of a token are equal, as hidden states too large for it make them": (
+            # NaN compares unequal, so it is not counted here.
             low == high
         ),
     }

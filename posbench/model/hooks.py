@@ -103,9 +103,14 @@ class SharedBuffer:
         return states
 
     def can_append(self, layer: Any, states: Tensor, end: int) -> bool:
-        """Whether a cache layer that holds ``states`` can be continued here up to token ``end``.
+        """Whether a cache layer can append tokens in this buffer, up to token ``end``, without a copy.
 
         That is so if its states are a part of this buffer, and no other living layer has appended any.
+
+        Args:
+            layer: The cache layer.
+            states: Its keys or values, [B, G, T, d].
+            end: Tokens that it will have.
         """
         is_part = getattr(states, SHARED_BUFFER, None) is self
         if not is_part or end > self.storage.shape[-2]:

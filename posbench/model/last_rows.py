@@ -65,7 +65,7 @@ class LastRows:
 
     @staticmethod
     def fits(model: PreTrainedModel, layers: Sequence[int]) -> bool:
-        """Whether these layers are linear, and no function is installed before the attention kernel."""
+        """Whether the last rows can be computed by themselves: linear layers, and nothing in front of the kernel."""
         return (
             families.family_of(model).interface
             and families.text_config(model)._attn_implementation in KERNELS
@@ -139,6 +139,7 @@ class LastRows:
             cos, sin = _per_coordinate(table, key.shape[-1])
         for channel in self.channels:
             # (s - 1) h_p, [B, 1, T, 1]
+            # What scaling adds to queries and keys: (factor - 1) times the channel, times its column.
             share = (hidden[..., channel] * (self.factor - 1))[:, None, :, None]
             straight, turned = columns[layer, channel]
             terms = [(share, straight)]
@@ -197,7 +198,14 @@ class LastRows:
 
 
 def _per_coordinate(table: Table, head_size: int) -> Table:
-    """(cos, sin), [B or 1, T, r] each, for all d coordinates of a head: [B or 1, 1, T, d]."""
+    """Return cos and sin for all d coordinates of a head, [B or 1, 1, T, d].
+
+    Coordinates that are not rotated get cos = 1 and sin = 0.
+
+    Args:
+        table: cos and sin, [B or 1, T, r] each.
+        head_size: Coordinates of a head, d.
+    """
     cos, sin = table
     num_plain = head_size - cos.shape[-1]
     if num_plain:

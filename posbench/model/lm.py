@@ -85,7 +85,7 @@ class LM(Encoder):
 
     @property
     def device(self) -> torch.device:
-        """Device of the embedding, where inputs go."""
+        """The device of the embedding, where inputs go."""
         embedding = self.model.get_input_embeddings()
         hook = getattr(embedding, "_hf_hook", None)
         if embedding.weight.is_meta and hook:
@@ -232,6 +232,7 @@ class LM(Encoder):
         ]
         stop_tokens: dict[str, int] = {}
         for text in stop:
+            # A stop text that is a single token ends a reply as that token.
             last_ids = tokenizer(text, add_special_tokens=False)["input_ids"][-1:]
             if last_ids and tokenizer.decode(last_ids) == text:
                 stop_tokens[text] = last_ids[0]
@@ -414,6 +415,7 @@ class LM(Encoder):
             ids = inputs["input_ids"]
             mask = inputs["attention_mask"]
             positions = inputs["position_ids"]
+            # The prompts first: their last token predicts the first of the answer.
             start = ids.shape[1] - targets.shape[1] + 1
             output = self.model(
                 input_ids=ids[:, :start],
@@ -559,7 +561,7 @@ class LM(Encoder):
             yield
 
     def _pad_id(self) -> int:
-        """A token to pad with."""
+        """Return the id of a token to pad with."""
         num_embeddings = self.model.get_input_embeddings().weight.shape[0]
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(self.tokenizer, name, None)
@@ -583,7 +585,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 def _hidden_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Special tokens that are no part of a reply's text: all but those that mark thinking."""
+    """Return the ids of special tokens that are no part of a reply's text: all but those that mark thinking."""
     marks = {mark for pair in THINKING_MARKS for mark in pair}
     return {
         token

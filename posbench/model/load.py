@@ -216,7 +216,11 @@ class ModelConfig:
                 raise UserError("model.extra_body", {name: "..."}, allowed, hint)
 
     def _refuse_server_keys(self) -> None:
-        """Refuse the settings of a server where there is none."""
+        """Refuse settings of a server where ``base_url`` names none.
+
+        Raises:
+            UserError: Names the setting.
+        """
         for key in fields(self):
             value = getattr(self, key.name)
             if key.name in SERVER_KEYS and value != key.default:
@@ -391,7 +395,12 @@ def _check_sizes(config: ModelConfig, data: Mapping[str, Any]) -> None:
 
 
 def model_config(source: str, **values: Any) -> ModelConfig:
-    """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced."""
+    """Return the config of a model.
+
+    Args:
+        source: A name in ``conf/model``, else a directory or hub id.
+        values: Fields that replace the config's.
+    """
     file = paths.CONF / "model" / f"{source}.yaml"
     if file.is_file():
         data = {"name": source, **read_yaml(file, hint=CORRECT_FILE)}
@@ -593,13 +602,14 @@ def _need_complete(config: ModelConfig, loading_info: Mapping[str, Any]) -> None
         )
         hint = "get the checkpoint again, or set model.allow_partial=true to run with random tensors in place"
         raise UserError("model.path", config.path, allowed, hint)
+    # A complete checkpoint must not be called partial.
     if config.allow_partial and not faults:
         allowed = "false: the checkpoint has every tensor, and its numbers must not be called partial"
         raise UserError("model.allow_partial", True, allowed, "leave it out")
 
 
 def usable_kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
-    """The attention kernel to load with; None leaves the choice to transformers.
+    """Return the attention kernel to load with; None leaves the choice to transformers.
 
     Args:
         config: Of the model.

@@ -53,7 +53,7 @@ class RotaryCall:
     def table(
         self, positions: Tensor | None = None, base: float | None = None
     ) -> Table:
-        """Return the tables at other positions, or with another base theta.
+        """Return cos and sin of this call, at other positions or with another base theta where given.
 
         Args:
             positions: [B, T], or [B * H, T] with positions for each head; None: the call's.
@@ -208,6 +208,7 @@ def check_rope(
     hint = "set method=scale_channel, which needs no rotary embedding"
     if not rotated_layers(lm.model):
         allowed = f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none"
+    # Rescaled angles do not follow from the base alone.
     elif plain and getattr(module, "rope_type", "default") != "default":
         allowed = f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
     elif getattr(module, _BUSY, None) == "by hand":
@@ -258,7 +259,7 @@ def tables(
     layers: Mapping[int, Callable[[RotaryCall], RotaryCall]],
     make: Callable[[RotaryCall], Table] = RotaryCall.table,
 ) -> Iterator[None]:
-    """Rotate in some layers with other tables. An inner block changes the call as changed by the outer ones.
+    """Rotate in some layers with other cos and sin inside a block. Inner blocks change what outer ones have changed.
 
     Args:
         model: The model.
@@ -277,6 +278,7 @@ def tables(
             change = layers[layer]
             changed_calls = {id(change): change(call)}
             # Inside another block of this kind every layer starts from a call of its own.
+            # Tables of all layers are made together, but for long prompts, whose tables take memory.
             is_shared = make is RotaryCall.table and call is call_of(layer)
             if is_shared and call.positions.numel() <= MAX_SHARED_POSITIONS:
                 all_calls = {key: change(call) for key, change in changes.items()}
@@ -313,7 +315,7 @@ def tables(
 
 
 def _moves_only(call: RotaryCall, changed: RotaryCall) -> bool:
-    """Whether a changed call has other positions, and all else of the plain call that it came from."""
+    """Whether a changed call differs from the plain one in its positions alone."""
     return (
         not changed.bases
         and changed.module is call.module
@@ -323,7 +325,7 @@ def _moves_only(call: RotaryCall, changed: RotaryCall) -> bool:
 
 
 def _tables_at_once(calls: Sequence[RotaryCall]) -> list[Table]:
-    """The tables of calls that differ in their positions alone, from one evaluation of the embedding.
+    """Return cos and sin of calls that differ in their positions alone, from one evaluation of the embedding.
 
     One for each layer would add a quarter to the operations of a generated token, which on a GPU set its time.
     """

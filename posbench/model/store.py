@@ -67,6 +67,10 @@ def build_prefix_trie(prompts: Prompts) -> PrefixTrie:
 
     Args:
         prompts: Token ids of each prompt, without the tokens that a method runs itself.
+
+    Returns:
+        Slots of each prompt's tokens, shape (length,) each, the segments in an order in which they can be computed,
+        and the number of slots.
     """
     token_slots = [NO_TOKENS] * len(prompts)
     segments: list[Segment] = []
@@ -225,7 +229,7 @@ class PrefixStore:
         self.layout = build_prefix_trie(self.prompts)
 
     def fill(self, lm: LM, size: int, tokens: int | None) -> None:
-        """Compute every segment, with the model as the methods that continue want the prompts read.
+        """Compute every segment under the present state of the model, and store its keys, values and recordings.
 
         Args:
             lm: The model.
@@ -305,6 +309,8 @@ def segment_batches(
     batch_tokens: int | None,
 ) -> Iterator[list[Segment]]:
     """Divide segments into batches that are computed together: of one level and of similar length.
+
+    A segment's level is the number of segments before it in its prompt; those have to be computed first.
 
     Args:
         prompts: Token ids of each prompt.

@@ -122,8 +122,10 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
         text: The text of a reply.
         opened: Whether the chat template wrote the mark that begins thinking, which the reply then lacks.
     """
+    # gpt-oss.
     if "<|channel|>" in text:
         return _split_channels(text)
+    # The same, where a server has removed the special tokens and left their names.
     bare = BARE_CHANNELS.match(text)
     if bare:
         return SplitReply(bare[2].lstrip(), bare[1].strip(), form="inline")
@@ -182,7 +184,7 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
 
 
 def _split_channels(text: str) -> SplitReply:
-    """The parts of a reply of gpt-oss with its special tokens."""
+    """Split a reply of gpt-oss by its special tokens: the channel ``final`` is the answer, all others are thinking."""
     thinking: list[str] = []
     answers: list[str] = []
     for match in CHANNEL.finditer(text):
@@ -274,12 +276,14 @@ def _tag_section(text: str) -> _Section | None:
 
 
 def _bracket_section(text: str) -> _Section | None:
+    """Return the section that begins with a name in brackets such as ``[THINK]``; None if the text does not."""
     begin = BRACKET.match(text)
     if not begin or begin[2].lower() in TEXT_NAMES:
         return None
     opening, name, closing = map(re.escape, begin.groups())
     ends = list(re.finditer(rf"{opening}\s*/\s*{name}\s*{closing}", text, re.I))
     is_named = re.fullmatch(THINKING_WORD, begin[2], re.I)
+    # Without an end, only a name that means thinking counts as a mark.
     return _section(text, begin, ends) if ends or is_named else None
 
 
@@ -292,6 +296,7 @@ def _comment_section(text: str) -> _Section | None:
 
 
 def _label_section(text: str) -> _Section | None:
+    """Return the section from a label such as ``Thinking:`` to a label of the answer; None if the text has no such."""
     begin = THINKING_LABEL.match(text)
     if not begin:
         return None
@@ -308,6 +313,7 @@ def _json_section(text: str) -> _Section | None:
 
 
 def _fence_section(text: str) -> _Section | None:
+    """Return the section inside a fenced block at the beginning of a text; None if it begins with none."""
     begin = FENCE.match(text)
     if not begin:
         return None

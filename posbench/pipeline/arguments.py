@@ -139,6 +139,9 @@ def parse_request(
         folders: config folders, posbench's first.
         multirun: Whether the user asks for a sweep.
 
+    Returns:
+        The request for Hydra, with what turns its names back into the typed ones.
+
     Raises:
         UserError: An override names nothing that there is.
     """
@@ -158,7 +161,7 @@ def parse_request(
     model = _implied_model(parsed)
     if model:
         parsed += _parse([f"model={model}"])
-    searched = list(folders[1:])
+    searched_folders = list(folders[1:])
     reference_override = list[str]()
     config = "config"
     experiment = dict[str, Any]()
@@ -169,13 +172,16 @@ def parse_request(
         hydra_mode = any(o.key_or_group == "hydra.mode" for o in parsed)
         if not multirun and not hydra_mode:
             _refuse_sweeper_params(experiment)
-        searched = [file.parent, *searched]
+        # The experiment's file is the main config, so Hydra searches its folder first.
+        searched_folders = [file.parent, *searched_folders]
         reference = (experiment.get("experiment") or {}).get("reference") or {}
+        # The experiment's YAML names the table relative to itself.
         table = file.parent / str(reference.get("file"))
         if table.is_file():
             reference_override = [f"experiment.reference.file={table}"]
     typed_keys = {override.key_or_group for override in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
+    # The experiment's grid is a sweep over the keys that the user did not type.
     sweep = [
         f"{key}={','.join(override_text(value) for value in values)}"
         for key, values in grid.items()
@@ -183,14 +189,14 @@ def parse_request(
     ]
     parsed += _parse(sweep)
     rewritten = []
-    spelled = {}
+    typed_spelling = {}
     spelled_methods = dict[str, str]()
     for override in parsed:
         extra_names = {"model": list(path_models), "method": list(run_methods)}
         _check(override, folders, multirun or bool(sweep), extra_names)
         text = _rewrite(override, run_methods, spelled_methods)
         rewritten.append(text)
-        spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
+        typed_spelling[text.split("=")[0]] = str(override.input_line).split("=")[0]
     if multirun or sweep:
         rewritten = _merge_mappings(rewritten)
     set_by_experiment = frozenset(
@@ -198,13 +204,13 @@ def parse_request(
     )
     return Request(
         config=config,
-        searched=tuple(searched),
+        searched=tuple(searched_folders),
         overrides=(*reference_override, *rewritten),
         multirun=multirun or bool(sweep),
         experiment=experiment_names[-1] if experiment_names else "",
         grid=frozenset(grid) - typed_keys,
         set_by_experiment=set_by_experiment,
-        spelled=spelled,
+        spelled=typed_spelling,
         spelled_values={
             "model": path_models,
             "method": spelled_methods
@@ -261,6 +267,7 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
         if safe_part := folder_name(part):
             parts.append(safe_part)
     parts = parts or ["model"]
+    # From the last part alone to the whole path.
     names = [
         "-".join(parts[-count:])[-MAX_NAME_LENGTH:].strip("-._")
         for count in range(1, len(parts) + 1)
@@ -409,6 +416,7 @@ def _check(
         raise UserError(key, value, allowed, "sweep with -m (--multirun)")
     group = GROUP_OF_KEY.get(key, key)
     chooses = group in (*paths.GROUPS, CLUSTER) and not override.is_delete()
+    # Inside a group, a key that is set to null chooses nothing.
     if not chooses or (group != key and override.value() is None):
         return
     known_names = choices(*paths.group_folders(group, folders))
@@ -478,7 +486,7 @@ def _rewrite(
     run_methods: Mapping[str, Mapping[str, Any]],
     spelled_methods: dict[str, str],
 ) -> str:
-    """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new.
+    """Return an override as Hydra reads it: a list of methods as a stored config's name, a key as one that may be new.
 
     Args:
         override: The override.
@@ -488,6 +496,7 @@ def _rewrite(
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key in GROUP_OF_KEY and override.value() is not None:
+        # Such a key holds a choice of another group, as search.side_task that of task.
         return f"+{GROUP_OF_KEY[key]}@{key}={value}"
     if key == "method":
 
@@ -498,6 +507,7 @@ def _rewrite(
 
         return f"method={re.sub(METHOD_LIST, store, value)}"
     bare_key = key.lstrip("+~")
+    # ``++`` sets a key whether the choice has it or not; posbench checks the keys itself.
     is_inside_group = "." in bare_key and bare_key.split(".")[0] in paths.GROUPS
     if is_inside_group and not key.startswith("~"):
         return f"++{bare_key}={value}"

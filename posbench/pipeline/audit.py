@@ -194,7 +194,7 @@ def audit_rows(
         seed: Of the random choice.
 
     Returns:
-        Number of rows that agree.
+        Numbers of rows made again, of all rows and of ties, and the rows that differ.
     """
     methods = run.method.methods()
     examples = {example.id: example for example in run.evaluation}
@@ -210,6 +210,7 @@ def audit_rows(
     # Method by method, as each is applied anew.
     chosen.sort(key=lambda row: str(row["method"]))
     plain_run = _without_sharing(run)
+    # Rounding may decide between tokens that are closer than this.
     bound = TIE_NATS.get(made_in, TIE_NATS["float32"])
     ties = 0
     differences = []
@@ -222,6 +223,7 @@ def audit_rows(
             (request,) = plan.order
             (plain_row,) = plan.answer([request])
             field = _first_difference(row, as_json(plain_row))
+            # Fields that the row should not have.
             extra = sorted(
                 row.keys() - plain_row.keys() - {*request.key, REQUEST, COMPUTATION}
             )
@@ -431,7 +433,9 @@ def _first_difference(recorded: Row, plain: Row) -> str:
 
 
 def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> float:
-    """Distance of two replies to a prompt in nats; infinite where rounding cannot explain it.
+    """Return how far two replies to a prompt are apart in nats; infinite where rounding cannot explain it.
+
+    That is the difference of log-likelihoods of choices, or of the first tokens in which generated replies differ.
 
     Args:
         subject: The run that asks, and the method under which both replies were given.
@@ -452,6 +456,7 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
         for row in (recorded, plain)
     ]
     num_same = _num_tokens_in_common(*replies)
+    # One reply is the beginning of the other, which no tie of two tokens explains.
     if num_same == min(map(len, replies)):
         return math.inf
     with subject.method.applied(lm):

@@ -458,13 +458,16 @@ class Chooser:
         )
 
     def most_questions(self, option: _Option, available: float) -> int:
-        """Return the questions that fit if every reply is short; 0 where full replies take little longer.
+        """Return how many questions at each gold position fit if every reply is a single token.
+
+        0 where that is not clearly more than with full replies, or cannot be priced.
 
         Args:
-            option: The way to ask.
+            option: Settings, and their cost.
             available: Limit for the cost of all stages.
         """
         settings = {**option.settings, "task.max_new_tokens": 1}
+        # A server's replies are not priced by length.
         if self.lm is None or "evaluate" not in self.config.stages:
             return 0
         questions = min(PROBED_QUESTIONS, self.limit)
@@ -634,6 +637,7 @@ def plan_run(
     budget = config.budget
     assert budget is not None
     if budget.seconds is None:
+        # Prompts, tokens or money: no time has to be measured.
         chooser = Chooser(config, reader, counted_price(config), budget.size)
         return _make_plan(chooser, budget, budget.size), None
     if not config.model.in_process:
@@ -751,7 +755,7 @@ def _make_plan(
     speed: Speed | None = None,
     note: str = "",
 ) -> BudgetPlan:
-    """The plan for an available amount in the chooser's unit.
+    """Return the plan for an available amount in the chooser's unit.
 
     Args:
         chooser: The sizes to choose from.
@@ -773,10 +777,12 @@ def _make_plan(
             chooser, budget, option, questions, available
         )
     is_kept = _stops_at_budget(config, budget)
+    # The typed number of questions is asked, whatever it takes.
     if has_typed_limit and not is_kept:
         note = _overspending_note(chooser, budget, option, available) or note
         questions = chooser.limit
     planned = settings.get("task.limit", chooser.limit)
+    # The run looks at the clock after each round.
     if budget.seconds and "runtime.round_questions" not in config.typed:
         per_round = chooser.round_questions(option.per_question)
         if per_round and per_round < planned:
@@ -865,7 +871,10 @@ def _stops_at_budget(config: Config, budget: Budget) -> bool:
 def _overspending_note(
     chooser: Chooser, budget: Budget, option: _Option, available: float
 ) -> str:
-    """That the typed number of questions takes more than the budget, if it does; nothing stops such a run before."""
+    """Return a note that the typed number of questions takes more than the budget, empty if it does not.
+
+    Nothing stops such a run at the budget.
+    """
     if option.cost(chooser.limit) <= available:
         return ""
     needed = describe_least(budget, option.cost(chooser.limit))[0]
@@ -912,9 +921,9 @@ def choose_precision(
 
 
 def describe_long_run(config: Config, run: Run) -> str:
-    """Return that a run takes more than an hour on this machine, and a budget that would do; empty if it does not.
+    """Return a line that a run takes more than an hour on this machine, and names a budget that shortens it.
 
-    A study and a search that cannot be estimated are left out.
+    It is empty for shorter runs, and for studies and searches whose work is not known in advance.
 
     Args:
         config: The run.

@@ -123,6 +123,9 @@ def compose(args: Sequence[str]) -> Jobs:
     Args:
         args: ``key=value`` overrides, and the flags for a sweep and the user's config folder.
 
+    Returns:
+        The composed configs, the jobs of a sweep that are refused, and whether Hydra has to run the jobs.
+
     Raises:
         UserError: An argument or a YAML file is wrong.
     """
@@ -282,7 +285,7 @@ def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> User
 
 
 def _compose_job(config: DictConfig, job: Any, arguments: _Arguments) -> ComposedConfig:
-    """A job as Hydra composed it, filled in.
+    """Return a job's config as Hydra composed it, completed by :func:`_fill`.
 
     Args:
         config: Its config.
@@ -351,6 +354,7 @@ def _fill(
     blocks = {}
     if "model" in groups:
         blocks = _read_blocks(raw["model"], folders, typed)
+    # Keys that the model's block may not set.
     fixed = {*typed, *request.set_by_experiment}
     for group in groups:
         fixed |= _keys_of_own_choice(group, choices_made.get(group), folders)
@@ -361,6 +365,7 @@ def _fill(
         if group == "runtime":
             raw[group] = _fill_runtime(raw[group])
             continue
+        # The choice's name, unless its file gives another one.
         raw[group] = {"name": choices_made.get(group), **raw[group]}
         if group == "model":
             raw[group] = _fill_model(raw[group])
@@ -387,7 +392,13 @@ def _fill(
 def _keys_of_own_choice(
     group: str, name: str | None, folders: Sequence[Path]
 ) -> set[str]:
-    """Dotted keys that the user's own file of a choice sets; blocks of a model leave them alone."""
+    """Return the dotted keys that the user's own file of a choice sets; a model's block leaves them as they are.
+
+    Args:
+        group: The config group.
+        name: The choice.
+        folders: config folders, posbench's first.
+    """
     own_folder = paths.own_folder(folders)
     file = own_folder / group / f"{name}.yaml" if own_folder else None
     if file is None or not file.is_file():
@@ -425,7 +436,7 @@ def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paper_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of the task that the paper of an experiment set for this model alone."""
+    """Return the fields of the task that the paper of an experiment set for this model alone; mostly empty."""
     reference = _mapping(raw, "experiment", "reference")
     measured_task = str(reference.get("task")).partition("/")[0]
     if measured_task != _mapping(raw, "task").get("name"):
@@ -568,7 +579,12 @@ def _need_used_blocks(
 
 
 def _names_in(node: Any, key: str) -> set[str]:
-    """Keys, names and modules of all nodes of a config: each may be the name of a block that it takes."""
+    """Return all names under which a config may take a block of the model's file: keys, names and modules of its nodes.
+
+    Args:
+        node: A config node.
+        key: Its key.
+    """
     if not isinstance(node, Mapping):
         return set()
     module = str(node.get("_target_")).split(".")[-2:][0]

@@ -118,6 +118,7 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     if applied is None and not found:
         allowed = "a run that found or applied constants"
         raise UserError(field, name, allowed, f"finish it: {out.command}")
+    # The run searched and has not applied its result yet.
     if applied is None:
         applied = {"parts": found} if "parts" in node else found.get(method, {})
     sources = [str(block["source"]) for block in found.values() if "source" in block]

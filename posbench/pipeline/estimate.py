@@ -144,6 +144,7 @@ def estimate_run(
     if not methods:
         methods = {UNMODIFIED: Unmodified()}
         if not isinstance(method, Unmodified):
+            # Only the method counts for the estimate, not its name.
             methods[""] = method
     subjects = [Subject(run, name, method) for name, method in methods.items()]
     estimates = list[WorkEstimate]()
@@ -298,7 +299,7 @@ def _estimate_workload(
     workload: StudyWorkload,
     characters: int,
 ) -> WorkEstimate:
-    """Workload of prompts of about one length.
+    """Return the work of prompts of about one length.
 
     Args:
         run: The run.
@@ -312,6 +313,7 @@ def _estimate_workload(
     encoded = run.prompts.encode(sample, task)
     lengths = [len(prompt.ids) for prompt in encoded.values()] or [0]
     mean_length = np.mean(lengths)
+    # A token attends to itself and all before it.
     mean_pairs = np.mean([length * (length + 1) / 2 for length in lengths])
     text_tokens = workload.texts * workload.length
     reply = task.max_new_tokens
@@ -348,6 +350,9 @@ def measure_speed(
         costs: The model's sizes.
         max_tokens: Tokens of a batch, made of two prompts of half the length; None: batches are read as they are.
         max_seconds: After this time no further batch is timed.
+
+    Returns:
+        Seconds per operation of reading, and seconds per step of writing.
     """
     asks_evaluation = {"intervene", "evaluate"} & set(run.stages)
     examples = run.examples("evaluation" if asks_evaluation else "calibration")

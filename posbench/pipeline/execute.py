@@ -233,6 +233,7 @@ def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
 
 
 def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
+    """Record how a session ended that raised an error; a run that is marked as mixed stays so."""
     state: State = "failed"
     if isinstance(error, IncompleteRun):
         state = "incomplete"
@@ -399,6 +400,7 @@ class RunLocation(NamedTuple):
             identity: Distinguishes runs; from :func:`posbench.pipeline.identity.identity`.
             contents: Contents of the files that it reads.
         """
+        # Runs of an experiment lie together, others by study or task.
         suite = config.study_name or config.task.name
         if config.experiment:
             suite = config.experiment.name
@@ -437,7 +439,7 @@ def claim_run(
     lm: LM | None = None,
     plan: BudgetPlan | None = None,
 ) -> Iterator[ClaimedRun]:
-    """Claim the folder of a run.
+    """Claim the folder of a run for a block, after everything that may refuse it was checked.
 
     Args:
         config: The checked config.
@@ -445,6 +447,9 @@ def claim_run(
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
         plan: The plan for its budget, for the record.
+
+    Yields:
+        The run, the contents of its files, and its provenance.
 
     Raises:
         UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
@@ -461,6 +466,7 @@ def claim_run(
         run.lm = lm
     existing = location.find()
     server_facts: Mapping[str, Any] = {}
+    # A run that has begun a stage was checked before.
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
         _check_cut_prompts(config, run)
         with doing("checking the model with its longest prompt"):
@@ -614,11 +620,13 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         num_tokens = min(CHECKED_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
         parameters = Costs.of(run.lm).parameters
+        # Many different tokens, then the longest prompts.
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
             if 2 * parameters * len(ids) > LONG_CHECK_OPERATIONS:
                 message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"
                 run.console.print(message, soft_wrap=True, markup=False)
             with (
+                # The run itself splits a batch that is too large.
                 suppress(torch.OutOfMemoryError),
                 method.applied(run.lm) as lm,
                 probe_items(lm, ids),

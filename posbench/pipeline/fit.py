@@ -189,11 +189,12 @@ class FitToModel:
             reply_tokens = {"max_new_tokens": max(window // 4, 1)}
             self._change("task", reply_tokens, self._window_reason)
             task = self.config.task
-        room = window - task.max_new_tokens - overhead_tokens
-        room_characters = room / (tokens_per_character * (1 + CHARACTER_MARGIN))
+        # In tokens.
+        free_tokens = window - task.max_new_tokens - overhead_tokens
+        free_characters = free_tokens / (tokens_per_character * (1 + CHARACTER_MARGIN))
         examples = task.evaluation()
         sizes = [len(e.system) + len(e.prompt) + len(e.prefill) for e in examples]
-        num_longer = sum(size > room_characters for size in sizes)
+        num_longer = sum(size > free_characters for size in sizes)
         if not num_longer:
             return []
         longest = examples[sizes.index(max(sizes))]
@@ -205,7 +206,7 @@ class FitToModel:
         num_items = len(longest.items)
         per_item = (longest.items[-1][1] - longest.items[0][0]) / num_items
         beside_items = max(sizes) - per_item * num_items
-        self._reduce_items(task, int((room_characters - beside_items) / per_item))
+        self._reduce_items(task, int((free_characters - beside_items) / per_item))
         return []
 
     # Changes

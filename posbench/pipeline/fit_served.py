@@ -53,6 +53,11 @@ def _fit(
 ) -> tuple[FitToModel, list[str]]:
     """Fit a run's prompts to a served model: by its tokenizer, or without one by characters.
 
+    Args:
+        config: The run.
+        asks_calibration: Whether calibration prompts are asked in addition to the prompts of the stages.
+        faults: Collects settings that do not fit.
+
     Returns:
         The fitted run, and a sentence for each kind of prompt that may not fit.
     """

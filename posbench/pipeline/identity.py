@@ -127,6 +127,9 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         config: The run.
         read: Contents of its files, by :func:`run_contents`.
 
+    Returns:
+        Names, versions and digests by key; two runs with equal ones compute the same numbers.
+
     Raises:
         UserError: The method's constants come from a run of other weights.
     """
@@ -139,6 +142,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         "transformers": version("transformers"),
     }
     if config.uses_model and not config.model.in_process:
+        # Nothing is computed on this machine.
         return facts | model_identity(config, read)
     # A login node may lack the jobs' hardware.
     if runtime.device == "auto":
@@ -297,7 +301,7 @@ def _is_ours(module: str) -> bool:
 
 @cache
 def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
-    """The code of posbench that moves numbers of runs with these modules, by its path in the package.
+    """Return path (in the package) and text of posbench's code that moves numbers of runs with these modules.
 
     Read once per process, at the first call.
 
@@ -320,6 +324,7 @@ def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
         if file in seen:
             continue
         seen.add(file)
+        # Other packages (pages, lists) move no number; what they import does not count.
         if not any(file.is_relative_to(folder) for folder in counted_folders):
             continue
         modules.add(file)
@@ -341,7 +346,11 @@ def _code_of(file: Path) -> SourceCode:
 
 
 def _files_of_module(name: str) -> list[Path]:
-    """The file of one of posbench's modules, and the ``__init__`` files of the packages around it."""
+    """Return the file of one of posbench's modules, and the ``__init__`` files of the packages around it.
+
+    Args:
+        name: Dotted name of the module.
+    """
     folder = paths.PACKAGE
     files = []
     for part in name.split(".")[1:]:

@@ -244,12 +244,12 @@ def last_line(folder: Path, submission: Submission, shards: Sequence[int]) -> st
         (file for file in sorted(files) if file.is_file()),
         key=lambda file: file.stat().st_mtime,
     )
-    last_line = ""
+    newest_line = ""
     for file in existing:
         for line in file.read_text(errors="replace").splitlines():
             if line.strip() and not line.startswith(LAUNCHER_PREFIXES):
-                last_line = line
-    return last_line
+                newest_line = line
+    return newest_line
 
 
 def runs_by_submission(

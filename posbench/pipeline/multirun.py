@@ -77,6 +77,7 @@ def compose_jobs(request: Request) -> list[DictConfig]:
                 config.hydra.overrides.task = [o for o in job if not _is_hydra_key(o)]
             return config
 
+        # Keys of hydra.sweeper.params, which Hydra's own sweeper would read.
         swept = list[str]()
         if not request.multirun:
             config = compose_job(0, request.overrides)
@@ -261,7 +262,12 @@ def new_record(overrides: Sequence[str], multirun: bool) -> Record:
 
 
 def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return overrides with their keys, checkpoints, lists of methods and runs that methods come from, as typed."""
+    """Return overrides as the user typed them.
+
+    Args:
+        request: Knows the typed form of keys, checkpoints, lists of methods, and runs that methods come from.
+        overrides: Overrides as Hydra got them.
+    """
     as_typed = []
     for override in overrides:
         key, sign, value = override.partition("=")

@@ -71,6 +71,7 @@ def run_together(
                     continue
                 out.resume(config.stages, config.raw, claimed.facts)
                 lm = claimed.run.lm
+                # The search gives the method its constants, which the rows need.
                 if "search" in config.stages:
                     _search(config, claimed.run)
                 claimed_runs.append(claimed)
@@ -143,7 +144,12 @@ def make_shard(
 ) -> tuple[RunDir, LM | None]:
     """Make a shard of the rows of a run that other processes may own, in a folder of its own.
 
-    One that a file changed under is made anew.
+    Rows that were made while a file changed are made anew.
+
+    Args:
+        config: The checked config.
+        shard: The shard.
+        console: Where progress goes.
 
     Returns:
         The run's folder, and the model where it was needed.

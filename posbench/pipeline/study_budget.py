@@ -216,6 +216,7 @@ def plan_study(
             raise _too_small(config, needed, suggested_budget(seconds))
         return chosen
 
+    # First with an assumed ratio, then with that of a trial.
     chosen = choose_within(seconds_spent(), FIRST_TIME_RATIO)
     factor = _measure_factor(chooser, chosen, reading_seconds, run)
     spent = seconds_spent()
@@ -236,9 +237,9 @@ def plan_study(
 
 
 def describe_long_study(config: Config, run: Run) -> str:
-    """Return that a study takes more than an hour on this machine, and a budget that would do; empty if it does not.
+    """Return a line that a study takes more than an hour on this machine, and names a budget that shortens it.
 
-    Empty also for a study that does not know its work in advance.
+    It is empty for shorter studies, and for one that does not know its work in advance.
 
     Args:
         config: The run.
@@ -277,16 +278,16 @@ def _measure_factor(
 
     Args:
         chooser: The sizes.
-        chosen: The choice without a trial; no trial is larger.
+        chosen: Settings of the task, and the study's first size, chosen without a trial; no trial is larger.
         reading_seconds: The time of reading.
         run: A run with the loaded model.
     """
     assert chooser.config.budget is not None and chooser.config.budget.seconds
     budget = chooser.config.budget.seconds
-    option, most = chosen
+    option, largest_count = chosen
     trials = 0.0
     factor = 1.0
-    for count in _trial_counts(chooser, most):
+    for count in _trial_counts(chooser, largest_count):
         seconds = _time_study(chooser.config_for(option, count), run)
         trials += seconds
         factor = seconds / chooser.cost(option, count, reading_seconds)
@@ -336,11 +337,11 @@ def _time_study(config: Config, run: Run) -> float:
 def _plan(
     chooser: StudyChooser, chosen: tuple[dict[str, Any], int], seconds: float | None
 ) -> BudgetPlan:
-    """The plan of a choice.
+    """Return the plan of a choice.
 
     Args:
         chooser: The sizes.
-        chosen: Settings of the task, and the count.
+        chosen: Settings of the task, and the study's first size.
         seconds: Time of the run as a whole; None: no time was measured.
     """
     config = chooser.config

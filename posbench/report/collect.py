@@ -141,7 +141,7 @@ class Entry:
 
     @cached_property
     def runs(self) -> list[RunDir]:
-        """The single runs behind the results."""
+        """The folders of the single runs behind the results; of a sweep, those of its jobs."""
         folders: list[Path] = []
         for result in self.results:
             folders += sweep_runs(result.folder) if result.is_sweep else [result.folder]
@@ -264,7 +264,7 @@ class Entry:
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """All findings; a sweep's own come before its runs'."""
+        """Verdicts on claims of all results, as rows of findings.csv; a sweep's own come before its runs'."""
         frames = []
         for result in self.results:
             for name in ("findings", "findings_summary"):
@@ -408,7 +408,9 @@ class _Inspection:
 def _entry(
     name: str, folders: Sequence[Path], sweeps: Mapping[Path, Sequence[Path]]
 ) -> Entry:
-    """The entry of one version; only its shown runs are checked in every file.
+    """Return the entry of one version of an experiment: its newest intact sweep, else its newest runs.
+
+    Only the runs that are shown are checked in every file.
 
     Args:
         name: Name of the experiment or suite.
@@ -431,6 +433,7 @@ def _entry(
         notes += _failed_jobs(jobs)
         runs = [run for run in sweeps[sweep] if (run / CONFIG).is_file()]
         inspection.check_configs(runs)
+        # A sweep of studies may have no figures of its own.
         has_page = any((sweep / "figures").glob("*.svg"))
         chosen = [sweep] if has_page else inspection.intact(runs)
     else:

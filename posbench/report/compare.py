@@ -257,7 +257,7 @@ def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
 
 
 def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
-    """Score and position bias of a run minus the first run's.
+    """Estimate score and position bias of a run minus the first run's.
 
     They are paired where one run asked all prompts of the other. Else they are
     differences of independent numbers, whose intervals are too wide if some prompts are
@@ -276,6 +276,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
     config = first.run.config("task", "runtime")
     make_importable(first.run)
     task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
+    # The tables of a run compare with its unmodified model: here the first run plays it.
     rows = [{**first.prompts[key], "method": UNMODIFIED} for key in common]
     rows += [{**second.prompts[key], "method": "other"} for key in common]
     tabulator = Tabulator(

@@ -92,6 +92,7 @@ def _cells(record: Record) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
+    """Return the text of a record's value for a terminal or a pipe: an empty one for None, six digits for numbers."""
     if value is None:
         return ""
     if isinstance(value, Mapping):
@@ -144,15 +145,15 @@ def fit_columns(
     if sum(narrowest) > width:
         narrowest = [_longest_part(column, word) for column in columns]
     widest = [max(map(line_length, column), default=0) for column in columns]
-    room = max(width - sum(narrowest), 0)
+    free_width = max(width - sum(narrowest), 0)
     widths = list(narrowest)
     # Width that one column does not need goes to the others.
     by_need = sorted(range(len(columns)), key=lambda i: widest[i] - narrowest[i])
     for count, i in enumerate(by_need):
-        share = room // (len(by_need) - count)
+        share = free_width // (len(by_need) - count)
         extra = min(max(widest[i] - narrowest[i], 0), share)
         widths[i] += extra
-        room -= extra
+        free_width -= extra
     return [
         [_break_lines(cell, column_width, word) for cell in column]
         for column, column_width in zip(columns, widths, strict=True)
@@ -167,7 +168,12 @@ def line_length(text: str) -> int:
 def _narrowest_widths(
     columns: Sequence[Sequence[str]], word: re.Pattern[str]
 ) -> list[int]:
-    """Widths of columns whose names are broken, but in the first column."""
+    """Return the least width of each column: the longest name in the first, the longest part of a name in the others.
+
+    Args:
+        columns: Cells of each column.
+        word: Pattern of a name.
+    """
     if not columns:
         return []
     names = [len(name) for cell in columns[0] for name in word.findall(cell)]

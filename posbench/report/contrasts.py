@@ -128,7 +128,13 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
 
 
 def _bounded(contrast: Contrast, statistic: str, points: bootstrap.Estimate) -> Finding:
-    """The verdict on one pair of settings by their difference in points."""
+    """Return the verdict on one pair of settings by the difference of their scores.
+
+    Args:
+        contrast: Claims one better, not better, or equal.
+        statistic: What the difference is, in words.
+        points: The difference, in points.
+    """
     claim = contrast.claim
     if contrast.better:
         return Finding.above(claim, statistic, points, SMALLEST_POINTS)
@@ -159,7 +165,12 @@ def _runs_by_other_keys(key: str, runs: Runs) -> list[dict[str, Path]]:
 
 
 def _lacks_answers(name: str, folder: Path) -> bool:
-    """Whether too many answers of a run are missing under a setting for its scores to mean anything."""
+    """Whether too many answers of a run are missing under a setting for its scores to mean anything.
+
+    Args:
+        name: The setting, or the unmodified model, whose rows every run has.
+        folder: A run with that setting.
+    """
     metrics = read_csv(folder / "metrics.csv")
     assert metrics is not None, "a run with scores has it"
     return any(
@@ -209,7 +220,12 @@ def _inert_note(name: str, scores: pd.DataFrame, unmodified: pd.DataFrame) -> st
 
 
 def _difference(after: pd.DataFrame, before: pd.DataFrame) -> bootstrap.Estimate:
-    """Mean difference of the scores of the same prompts, in points."""
+    """Estimate the mean difference of the scores of the same prompts, in points.
+
+    Args:
+        after: Scores and clusters of one setting, from :func:`_read_scores`.
+        before: Those of the setting that is subtracted.
+    """
     both = after.assign(score_before=before["score"]).dropna()
     if both.empty:
         return bootstrap.Estimate(math.nan, math.nan, math.nan, 0)

@@ -126,7 +126,13 @@ class RunExamples:
         return ", ".join(facts)
 
     def _prompt(self, row: Row, example: Example | None, in_full: bool) -> str:
-        """The prompt, or why it cannot be shown."""
+        """Return the prompt of a row, or why it cannot be shown.
+
+        Args:
+            row: A row of the example.
+            example: The task's example now; None if there is none.
+            in_full: Return it whole, else an excerpt.
+        """
         if example is None:
             reason = self.lost or "the task has no example of this id now"
             return f"cannot be built again: {reason}"

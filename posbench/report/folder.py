@@ -117,7 +117,7 @@ def _parse_csv(path: Path) -> pd.DataFrame:
 
 
 def _column_names(path: Path) -> list[str]:
-    """Columns of a CSV as pandas names them: a second `method` is `method.1`."""
+    """Return the columns of a CSV as pandas names them: a second `method` is `method.1`."""
     with open(path, encoding="utf-8", newline="") as file:
         header = next(csv.reader(file), [])
     names = []
@@ -128,7 +128,7 @@ def _column_names(path: Path) -> list[str]:
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """The tables of a study as its files hold them; text such as ``none`` stays text."""
+    """Return the tables of a study by name, as its files hold them; text such as ``none`` stays text."""
     return {
         name: read_file(
             folder / f"{name}.csv", _plain_csv, "a CSV as posbench writes it"
@@ -218,7 +218,16 @@ def _has_files(folder: Path) -> bool:
 
 
 def need_files(folder: Path, allowed: str, *names: str) -> None:
-    """Raise `UserError` for a folder that holds none of these files."""
+    """Refuse a folder that holds none of some files.
+
+    Args:
+        folder: The folder.
+        allowed: What it should be, for the error.
+        names: The files.
+
+    Raises:
+        UserError: It holds none.
+    """
     if any((folder / name).is_file() for name in names):
         return
     hint = "no such folder; check the path"

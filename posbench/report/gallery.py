@@ -177,7 +177,11 @@ def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
 
 
 def _copy_file(file: Path, root: Path, entry: Entry, stem: str) -> str:
-    """Copy a run's file below the root; its new path there, empty if it is absent."""
+    """Copy a run's file below ``root``, under the name ``stem``.
+
+    Returns:
+        Its new path relative to ``root``; empty if the file is absent.
+    """
     kind = "pages" if file.suffix == ".html" else "figures"
     copy = root / kind / entry.name / f"{stem}{file.suffix}"
     if not file.is_file():

@@ -252,7 +252,7 @@ def estimate_cell(record: Record, name: str, signed: bool = False) -> str:
 
 
 def age(started: str, now: datetime | None = None) -> str:
-    """Age of an ISO time, in words; empty for any other text."""
+    """Return how long ago an ISO time was, in words; empty for any other text."""
     if now is None:
         now = datetime.now(UTC)
     try:

@@ -92,6 +92,7 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
         model_name = str(study.get("study", ""))
     status = read_json(folder / "status.json") or {}
     provenance = read_json(folder / "provenance.json") or {}
+    # The file's own checksum.
     provenance.pop("sum", None)
     wrong_answers = None
     if (folder / PREDICTIONS).is_file():
@@ -112,7 +113,11 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
 
 
 def _describe_course(status: Mapping[str, Any]) -> dict[str, str]:
-    """What a run cost, what ended it early, and whether its scores were changed by rescore: texts by label."""
+    """Return what a run cost, what ended it early, and whether rescore changed its scores: texts by label.
+
+    Args:
+        status: Content of status.json.
+    """
     stop = describe_stop(status)
     described = describe_costs(status)
     if stop:
@@ -174,7 +179,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
 
 
 def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
-    """The use of constants that a search found, by the verdict on the run that applied them.
+    """Return advice on the constants that a search found, by the verdict on the run that applied them.
 
     Args:
         verdict: The verdict; None where no position bias was measured.
@@ -404,7 +409,12 @@ def write_page(
 
 
 def render_html(template: str, **values: Any) -> str:
-    """HTML from a template of this package; it escapes texts, and has the filter :func:`breakable`."""
+    """Return the HTML of a template of this package, in which texts are escaped.
+
+    Args:
+        template: File name of the template.
+        values: Its variables.
+    """
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

@@ -297,6 +297,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
     for row in reference:
         value = float(row["value"])
         n = row.get("n")
+        # Without n the paper's number is taken as exact.
         low, high = wilson(value * n, n) if n else (value, value)
         paper = Estimate(value, low, high, n or 0)
         margin = _margin(row)

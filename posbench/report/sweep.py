@@ -90,6 +90,7 @@ def summarise(
     """
     settings, varied = _parse_overrides([job["overrides"] for job in jobs])
     # Model, method and task are columns of every table already.
+    # Keys that become columns of the sweep's tables.
     axes = [key for key in varied if key not in METRIC_COLUMNS]
     runs = []
     for setting, job in zip(settings, jobs, strict=True):
@@ -117,6 +118,7 @@ def summarise(
         if files:
             write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, axes))
     _write_experiment(folder, run_folders)
+    # A swept number gives a trend, other settings the experiment's contrasts.
     trend, findings = trends(runs, axes)
     if len(trend):
         write_csv(folder / "trend.csv", trend)
@@ -241,6 +243,7 @@ def _join_tables(
         for setting, file in files
     ]
     header = texts[0].partition("\n")[0]
+    # Quoted cells, or different columns, need a parser.
     if any('"' in text or not text.startswith(f"{header}\n") for text in texts):
         frames = []
         for label, text in zip(labels, texts, strict=True):
@@ -570,7 +573,7 @@ def sweep_table(
 def _read_settings(
     summary: pd.DataFrame, axes: list[str]
 ) -> tuple[list[_Setting], str]:
-    """The settings of a sweep in drawing order, and a label for them.
+    """Return the settings of a sweep in drawing order with their estimates, and a label for them.
 
     Args:
         summary: Rows of summary.csv.
@@ -579,6 +582,7 @@ def _read_settings(
     rows, names, label = plots.with_setting(summary, axes)
     # Where answers are missing nothing is said but that.
     rows.loc[tables.has_missing_note(rows), ["value", "ci_low", "ci_high"]] = math.nan
+    # A sweep summarised from one folder has no runs.
     run_column = "run" if "run" in rows else "setting"
     is_unmodified = rows["method"] == UNMODIFIED
     settings_with_method = rows.loc[~is_unmodified, "setting"]
@@ -597,8 +601,8 @@ def _read_settings(
         base_shape = ""
         if base_runs:
             baseline = baselines[base_runs[0]]
-            of_run = unmodified[unmodified[run_column] == base_runs[0]]
-            base_shape = shape_in_metrics(of_run, UNMODIFIED)
+            rows_of_run = unmodified[unmodified[run_column] == base_runs[0]]
+            base_shape = shape_in_metrics(rows_of_run, UNMODIFIED)
         settings.append(
             _Setting(
                 name=name,

@@ -235,9 +235,10 @@ def position_table(metrics: pd.DataFrame) -> Table:
 
 
 def describe_positions(metrics: pd.DataFrame) -> str:
-    """How many items a prompt has and how positions count; empty where unknown."""
+    """Say how many items a prompt has and how gold positions count; empty where unknown."""
     # Where the task gives no depth, the number of items is not known.
     position = pd.to_numeric(metrics["gold_position"], errors="coerce")
+    # depth = position / (items - 1).
     items = (1 + position / pd.to_numeric(metrics["depth"])).max()
     if pd.isna(items):
         return ""
@@ -306,7 +307,7 @@ def has_missing_note(metrics: pd.DataFrame) -> pd.Series:
 
 
 def without_missing_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Rows of metrics.csv, or of several runs, with NaN for the scores of a method whose answers are missing."""
+    """Return rows of metrics.csv, or of several runs, with NaN for scores of a method whose answers are missing."""
     own_rows = rows_of_metric(metrics)
     keys = [column for column in ("run", "method") if column in metrics]
     lacking = pd.MultiIndex.from_frame(own_rows.loc[has_missing_note(own_rows), keys])

@@ -132,7 +132,14 @@ def show_findings(folder: Path, console: Console) -> None:
 def show_reference(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print a paper's numbers next to ours, or why they cannot be compared."""
+    """Print a paper's numbers next to ours, or why they cannot be compared.
+
+    Args:
+        folder: The run or sweep.
+        metrics: Its metrics.csv or summary.csv.
+        subsets: Its scores on subsets, if it has any.
+        console: Where to print.
+    """
     for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:
@@ -163,13 +170,13 @@ def text_table(
         longest = max(map(len, [*title.split(), *cells]))
         text = title if len(title) <= longest else title.replace(" ", "\n")
         columns.append([text, *cells])
-    room = width - 3 * (len(header) - 1)
-    if sum(max(map(line_length, column)) for column in columns) > room:
+    free_width = width - 3 * (len(header) - 1)
+    if sum(max(map(line_length, column)) for column in columns) > free_width:
         columns = [
             [title, *(FINAL_INTERVAL.sub(r"\n\1", cell) for cell in cells)]
             for title, *cells in columns
         ]
-    columns = fit_columns(columns, room, WORD_OR_LIST)
+    columns = fit_columns(columns, free_width, WORD_OR_LIST)
     table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False)
     for title, *_ in columns:
         table.add_column(Text(title), overflow="fold")

@@ -186,6 +186,7 @@ def headline(
     averages = averages.drop(index=lacking)
     metrics = metrics[~metrics["method"].isin(lacking) & ~has_missing_note(metrics)]
     results = list[str]()
+    # The model that methods are compared with.
     base = SERVED if SERVED in averages.index else UNMODIFIED
     if base in averages.index and (len(averages) == 1 or base not in reasons):
         results.append(_base_result(metrics, averages, base, verb, base not in reasons))
@@ -220,10 +221,10 @@ def headline(
 
 
 def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
-    """For which methods no position bias can be measured, and why.
+    """Return a sentence on methods whose position bias cannot be measured for the same reason.
 
     Args:
-        note: A reason, as `problem: why`; older versions left out the why.
+        note: The reason, as `problem: why`; older versions left out the why.
         reasons: The reason of each such method.
     """
     methods = " and ".join(
@@ -237,7 +238,7 @@ def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
 def _base_result(
     metrics: pd.DataFrame, averages: Any, name: str, verb: str, has_curve: bool
 ) -> str:
-    """How the unmodified or served model does at the ends and at inner positions, and which shape that is.
+    """Return a sentence on how the unmodified or served model does at the ends and inside, and which shape that is.
 
     Args:
         metrics: Rows of metrics.csv.

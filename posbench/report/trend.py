@@ -541,7 +541,7 @@ class _Trend:
         return table
 
     def _digests(self) -> dict[Any, dict[str, str]]:
-        """Digests of the prompts by number, then by id; empty for a run without predictions."""
+        """Return the digest of each prompt by number, then by example id; empty for a run without predictions."""
         digests: dict[Any, dict[str, str]] = {}
         for number, folder in self.folders.items():
             rows = RunDir(folder).rows_without_error(PREDICTIONS)
@@ -624,7 +624,12 @@ def _chance(folder: Path) -> float:
 
 
 def _hides_bias(rows: pd.DataFrame, chance: float) -> bool:
-    """Whether a setting answers almost nothing, no more than a guess, or everything, so no bias can show."""
+    """Whether a setting answers almost nothing, no more than a guess, or everything, so no bias can show.
+
+    Args:
+        rows: A row per prompt: ``gold_position``, ``cluster`` (its question) and ``score``.
+        chance: Score of a guess.
+    """
     positions = [
         mean(at_position["score"].to_numpy(), list(at_position["cluster"]))
         for _, at_position in rows.groupby("gold_position")

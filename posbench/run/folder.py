@@ -228,7 +228,11 @@ class RunDir:
         return [*first, *facts.get(OTHER_HARDWARE, [])]
 
     def add_hardware(self, machines: Iterable[str]) -> None:
-        """Record in the provenance that these machines made rows of this run, too."""
+        """Record in the provenance that these machines made rows of this run, too.
+
+        Args:
+            machines: Their descriptions, by :func:`posbench.files.hardware.describe_hardware`.
+        """
         facts = self.facts(PROVENANCE)
         recorded = self.hardware()
         merged = list(dict.fromkeys([*recorded, *machines]))
@@ -269,6 +273,7 @@ class RunDir:
         has_status = bool(self.facts(STATUS))
         if not has_status and not manifest:
             return  # of an earlier version: nothing is recorded
+        # Without DONE a process killed here leaves an unfinished run, not a wrong one.
         (self.path / DONE).unlink(missing_ok=True)
         if has_status:  # a sweep has a manifest alone
             self.write_facts(STATUS, status)
@@ -283,8 +288,8 @@ class RunDir:
     def damaged(self, only: Sequence[str] | None = None) -> list[str]:
         """Return the names of files that changed since the run wrote them.
 
-        A finished run is compared with its manifest, an unfinished one with the records of its stages. These include of
-        all rows only a search's: every row carries a checksum.
+        A finished run is compared with its manifest, an unfinished one with the checksums in the records of its stages.
+        Files of rows are not among the latter, except a search's, as every row carries a checksum.
 
         Args:
             only: Names of the files to look at; None: all.
@@ -294,6 +299,7 @@ class RunDir:
         sealed = False
         if end.is_file():
             recorded = end.read_text(errors="replace").strip()
+            # DONE holds the checksum of the manifest.
             sealed = recorded == self._file_checksum(MANIFEST)
         if manifest and (sealed or not end.is_file()):
             return self._differ_from_manifest(manifest["files"], only)
@@ -301,6 +307,7 @@ class RunDir:
         # One bookkeeping file at most is absent or damaged by an earlier version of posbench, which wrote
         # neither with a checksum.
         unreadable = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
+        # A run with an id has both files.
         lost = unreadable if self.id or len(unreadable) == 1 else []
         if end.is_file() and not sealed:
             # An empty DONE without a manifest is of an earlier version too.
@@ -566,11 +573,11 @@ def is_proven(row: Row, proof: Mapping[str, Any]) -> bool:
 def warn_of_unproven(
     file: Path, unproven: Sequence[tuple[Row, Mapping[str, Any]]]
 ) -> None:
-    """Report that rows of a file are ignored, and how the first one differs.
+    """Log that rows of a file are ignored, and how the first one differs from what this run would make.
 
     Args:
         file: The file.
-        unproven: Each of these rows, and the proof that it should carry.
+        unproven: Each of these rows, and the proof (digests by field) that it should carry.
     """
     row, proof = unproven[0]
     field = next(name for name, value in proof.items() if row.get(name) != value)

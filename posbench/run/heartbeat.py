@@ -92,7 +92,7 @@ _current: list[Heartbeat] = []
 
 @contextmanager
 def beating(say: Callable[[str], None]) -> Iterator[None]:
-    """Print the activities named by :func:`doing` while the block runs; a nested block changes nothing.
+    """Print regularly what is being done (see :func:`doing`) while the block runs; a nested block changes nothing.
 
     Args:
         say: Prints a line.

@@ -151,7 +151,7 @@ def in_use(folder: Path) -> bool:
 
 
 def need_owned(folder: Path) -> None:
-    """Refuse to write to a run folder that this process owned and lost.
+    """Check before a write to a run folder that this process still owns it, if it ever did.
 
     Raises:
         MachineError: Another process took the folder.
@@ -228,6 +228,7 @@ def process_start(pid: int) -> str:
     Empty where that is not known, and for a process that has ended but was not waited for.
     """
     with suppress(OSError):
+        # After the command's name, which may contain spaces: state first, start time as the 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     return ""

@@ -62,7 +62,7 @@ class StageMeter:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Count time and tokens of a block, which make the tokens per second."""
+        """Add the time and tokens of a block to those of the stage, for its tokens per second."""
         before = self._counters()
         try:
             yield
@@ -71,7 +71,7 @@ class StageMeter:
                 self._loops[name] = self._loops.get(name, 0) + now - before[name]
 
     def _counters(self) -> dict[str, float]:
-        """Return the clock, and the model's counts of tokens read and written so far."""
+        """Return the clock (seconds), and the tokens that the model has read and written so far, by name."""
         model = self._loaded_model()
         return {
             "loop_seconds": time.monotonic(),

@@ -75,9 +75,13 @@ class MethodUnderTest:
         )
 
     def with_target(self, method: Method) -> Method:
-        """Return the list of methods with ``method`` as the part that the search serves.
+        """Return what is applied to try a candidate of the search.
 
-        Where the method under test is no list, return ``method`` itself.
+        Args:
+            method: The candidate.
+
+        Returns:
+            The list of methods with the candidate in place of the searched one; without a list, the candidate itself.
         """
         if not self.choice.parts or self.target is None:
             return method
@@ -85,7 +89,10 @@ class MethodUnderTest:
         return replace(composed, parts={**composed.parts, self.target.name: method})
 
     def methods(self) -> dict[str, Method]:
-        """Map names in tables to the compared methods, the unmodified model first; a served model is one entry."""
+        """Return the methods to compare by their names in tables, the unmodified model first.
+
+        A served model, on which no method can be applied, is one entry.
+        """
         method = self.build()
         if self.served:
             return {SERVED: method}
@@ -96,7 +103,7 @@ class MethodUnderTest:
 
     @property
     def overridden(self) -> dict[str, Any]:
-        """The parameters that the user typed, and that run in place of others that a search found."""
+        """The parameters that the user typed, and that are applied in place of other values that a search found."""
         found = self.found_parameters or {}
         typed = self.target.pinned if self.target else {}
         return {

@@ -222,5 +222,6 @@ def duration(seconds: float) -> str:
         if seconds >= SECONDS_PER_UNIT[larger]:
             unit = larger
     size = SECONDS_PER_UNIT[unit]
+    # One decimal below ten units.
     digits = 1 if seconds < 10 * size else None
     return f"{round(seconds / size, digits)} {unit}".replace(".0 ", " ")

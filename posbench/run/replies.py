@@ -47,10 +47,10 @@ def scored_replies(
 
 
 def plan_replies(subjects: Sequence[Subject], encoded: Mapping[str, Encoded]) -> Plan:
-    """Plan the replies to the evaluation examples, of runs that differ in their methods alone.
+    """Return the plan of replies to the evaluation examples, of runs that differ in their methods alone.
 
     Args:
-        subjects: The methods.
+        subjects: The methods, each with its run.
         encoded: The prompts by the id of their example.
     """
     run = subjects[0].run

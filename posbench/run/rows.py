@@ -63,11 +63,11 @@ class _Failures:
         return bool(self.obstacles)
 
     def count(self, new_rows: Sequence[Row], some_left: bool) -> None:
-        """Count the new rows of a batch, failed ones among them.
+        """Count the failed rows of a batch; after too many failed batches one after another the run stops.
 
         Args:
-            new_rows: The rows.
-            some_left: Whether others were not tried yet.
+            new_rows: All new rows of the batch; failed ones have ``error``.
+            some_left: Whether other rows were not tried yet.
         """
         errors = [row["error"] for row in new_rows if "error" in row]
         self.num_rows += len(errors)
@@ -187,6 +187,7 @@ class ResumableRows:
                 return _Attempt(batch, [], is_left_out=True)
             return _Attempt(batch, new_rows or [], is_too_large=new_rows is None)
 
+        # Into so many parts batches are split; doubled each time that memory is too small.
         num_parts = 1
         is_any_left_out = False
         pending = [batch for batch in batches if any(map(is_missing, batch))]
@@ -220,6 +221,7 @@ class ResumableRows:
                         new_rows = [
                             row
                             for row in done.rows
+                            # A batch is computed as a whole; rows that are there stay.
                             if _row_key(row, key_fields) not in rows
                         ]
                         self.out.append(file, new_rows)
@@ -310,7 +312,11 @@ def _drained(queue: deque[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 
 @contextmanager
 def _threads(workers: int) -> Iterator[Callable[..., Iterable[_Attempt]]]:
-    """Yield a function that maps over batches: in threads, in order of completion; or one after the other."""
+    """Yield a function that maps over batches: in threads, in order of completion; or one after the other.
+
+    Args:
+        workers: Number of threads; 1: none.
+    """
     if workers == 1:
         yield map
         return

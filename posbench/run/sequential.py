@@ -111,6 +111,7 @@ def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:
     tuple_of_question: dict[str, tuple[int, str]] = {}
     for example in placed:
         cell = (example.subset, example.gold_position)
+        # The n-th example of a subset at its position.
         key = (counts[cell], example.subset)
         counts[cell] += 1
         tuples.setdefault(key, {})[example.gold_position] = example.id

@@ -235,6 +235,7 @@ class WorkerPool:
             folder = Shard(index, self.count).folder(self.out)
             folder.path.mkdir(parents=True, exist_ok=True)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        # The variable is not set, or does not list the visible GPUs.
         if len(gpus) != self.num_gpus:
             gpus = [str(gpu) for gpu in range(self.num_gpus)]
         context = torch.multiprocessing.spawn(
@@ -264,7 +265,7 @@ class WorkerPool:
             process.join(SECONDS_TO_END)
 
     def stop(self) -> None:
-        """End the workers that still run."""
+        """End the workers that still run, by force if they do not end in time."""
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():

@@ -82,7 +82,11 @@ class Search(ABC):
         return None
 
     def check(self, run: Run) -> None:
-        """Raise `UserError` where a parameter that it finds is typed, or model or task do not fit."""
+        """Refuse a typed value of a parameter that the search finds; subclasses also compare with model and task.
+
+        Raises:
+            UserError: Names the parameter.
+        """
         target = run.method.searched
         for name in sorted(set(target.pinned) & set(self.finds)):
             field = f"{target.where}.{name}"
@@ -93,7 +97,7 @@ class Search(ABC):
     def fields_for_model(
         self, window: int, spells: bool, layers: int
     ) -> Mapping[str, Any]:
-        """The fields that must change for a small model, with the values that fit it.
+        """Return the fields that must change for a small model, with the values that fit it.
 
         Args:
             window: Tokens of the model's context window.
@@ -105,7 +109,7 @@ class Search(ABC):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload | None:
-        """Upper bound of the work of the search; None if it is not known in advance.
+        """Return an upper bound of the work of the search; None if it is not known in advance.
 
         Args:
             prompts: Number of calibration prompts.
@@ -263,9 +267,13 @@ class Search(ABC):
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
     def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare the result with the unmodified model on held-back prompts; resumed.
+        """Compare the result with the unmodified model on held-back prompts; rows that exist are not computed again.
 
-        Clusters with a prompt that was asked before, or that does not fit the window, are left out.
+        Questions with a prompt that was asked before, or that does not fit the window, are left out.
+
+        Args:
+            run: The run.
+            block: The method's block of ``found.yaml``.
 
         Returns:
             The facts of ``held_back.csv``.
@@ -277,15 +285,15 @@ class Search(ABC):
             for example in self.held_back_examples(run, self.held_back)
         ]
         lengths: dict[str, int] = {}
-        refused: set[str] = set()
+        refused_questions: set[str] = set()
         for example in examples:
             if example.prompt in used_prompts:
-                refused.add(example.cluster)
+                refused_questions.add(example.cluster)
             try:
                 lengths[example.id] = self.prompt_length(run, example)
             except UserError:
-                refused.add(example.cluster)
-        examples = [e for e in examples if e.cluster not in refused]
+                refused_questions.add(example.cluster)
+        examples = [e for e in examples if e.cluster not in refused_questions]
         batches = run.prompts.batches_by_length(
             examples, lambda example: lengths[example.id]
         )
@@ -422,7 +430,13 @@ def _checksum(run: Run, data: bytes) -> bytes:
 
 
 def epoch_section(read: Read, text: str, digits: int) -> list[Section]:
-    """Report section with the rows of ``search.csv``, to ``digits`` significant digits."""
+    """Return the report's section with the rows of ``search.csv``; empty if there is no such table.
+
+    Args:
+        read: Returns a table of the run by name, None if there is none.
+        text: Text of the section.
+        digits: Significant digits of numbers.
+    """
     table = read("search")
     if table is None:
         return []

@@ -90,7 +90,7 @@ class ChannelSearch(DeploySearch):
 
     @property
     def drawn(self) -> Strings:
-        """The random strings."""
+        """The random strings over whose tokens hidden states are averaged."""
         return Strings(
             count=self.strings,
             length=self.length,
@@ -285,7 +285,7 @@ class ChannelSearch(DeploySearch):
         channel: int | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> list[ScaleChannel]:
-        """The candidates, smoother channels first, which breaks ties.
+        """Return the candidates (channel, layers, factor), smoother channels first: of equal losses the first one wins.
 
         Args:
             measured: Statistics of the channels.
@@ -315,9 +315,17 @@ class ChannelSearch(DeploySearch):
         ]
 
     def choose(self, losses: Sequence[float] | Array, unmodified: float) -> int | None:
-        """Index of the chosen candidate; None where the official variant returns the unmodified model."""
+        """Return the index of the candidate with the lowest loss.
+
+        None where the official variant keeps the unmodified model, as no candidate has a lower loss.
+
+        Args:
+            losses: Mean loss of each candidate.
+            unmodified: Mean loss of the unmodified model.
+        """
         values = np.asarray(losses)
         if self.variant == "official":
+            # The released program compares losses of four decimals.
             values = values.round(4)
             if round(unmodified, 4) <= values.min():
                 return None
@@ -344,6 +352,7 @@ class ChannelSearch(DeploySearch):
                 measured, self.ranges(run), pinned_channel, self._scaled_tokens(run)
             )
             all_losses = self.losses(run, SEARCH_ROWS_FILE, candidates)
+            # The first row is the unmodified model's.
             unmodified = float(all_losses[0].mean())
             losses = all_losses[1:].mean(1)
             best = self.choose(losses, unmodified)
@@ -433,7 +442,7 @@ class ChannelSearch(DeploySearch):
             )
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:
-        """Answer losses on N calibration examples; resumed from the rows of ``file``.
+        """Return answer losses on N calibration examples; rows that ``file`` has are not computed again.
 
         Args:
             run: The run.
@@ -495,10 +504,11 @@ class ChannelSearch(DeploySearch):
         return pd.concat(frames, ignore_index=True)
 
     def parameters(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters, with those that a format needs; factor 1 if the unmodified model won."""
+        """Return the method's parameters from its block of ``found.yaml``; factor 1 if the unmodified model won."""
         parameters = dict(self.finds)
         if block["channel"] is not None:
             parameters = super().parameters(block)
+        # A format that folds needs all tokens scaled.
         if "last" in block:
             parameters["last"] = block["last"]
         return parameters

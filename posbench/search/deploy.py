@@ -194,11 +194,13 @@ class DeploySearch(Search):
         clusters = [e.question_id for e in examples]
         losses_last_1 = losses[[0, *(i + 1 for i in shortlist)]]
         shipped_losses = losses_last_1
+        # Else the losses of the search are those of the shipped method.
         if mode.last != 1 or mode.tokens != "both":
             pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
             method_losses = self._method_losses(run, "calibration", pairs, methods)
             shipped_losses = np.concatenate([losses[:1], method_losses])
 
+        # Row 0 is the unmodified model, row 1 the best candidate.
         best_row = 0 if best is None else 1
         ranks = [0, *(order.index(i) + 1 for i in shortlist)]
         table = pd.DataFrame({"rank": ranks})
@@ -232,9 +234,10 @@ class DeploySearch(Search):
         return table, chosen
 
     def _shipped_mode(self, run: Run) -> ScaleChannel:
-        """The method under test as the format holds it, with placeholders for channel, factor and layers."""
+        """Return the method under test as the format holds it, with placeholders for channel, factor and layers."""
         method: Any = run.method.trial()
         if isinstance(method, Composed):
+            # The search serves the last method of a list.
             method = list(method.parts.values())[-1]
         if self.folds:
             method = method.twin()

@@ -294,7 +294,12 @@ class GeneticSearch(ScaleSearch):
         return {"points": points, "curve": self.curve, "x": self.x, "scales": None}
 
     def _curve_table(self, genome: Genome, scales: Scales) -> pd.DataFrame:
-        """Return the data of the figure: control points, the curve between them, and the scale of every layer."""
+        """Return the data of the curve's figure: control points, the curve between them, and every layer's scale.
+
+        Args:
+            genome: The genome.
+            scales: Its scale of each layer.
+        """
         rows: list[tuple[str, float, float]] = []
         if self.curve != "free":
             points = self.control_points(genome)
@@ -461,7 +466,14 @@ class Evolution:
     def _finishes(
         self, scales: Scales, batches: list[list[int]], cutoff: float, scores: Scores
     ) -> bool:
-        """Score a candidate batch by batch; False where it stops as its fitness cannot reach the cutoff."""
+        """Score a candidate batch by batch; return False if it was given up, as its fitness cannot reach the cutoff.
+
+        Args:
+            scales: The candidate's scale of each layer.
+            batches: Batches of question indices.
+            cutoff: Fitness of the last parent.
+            scores: Scores so far; gets the candidate's.
+        """
         for batch in batches:
             if self.search.racing and scores.fitness_bound(scales) < cutoff:
                 return False

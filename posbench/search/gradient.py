@@ -129,7 +129,12 @@ class GradientSearch(ScaleSearch):
         self.write_scales(run, parameters, trained, scores, description)
 
     def _batches(self, epoch: int, pools: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Batches of the example indices of an epoch, drawn from ``pools`` by the weights of the positions."""
+        """Return batches of example indices for an epoch, drawn by the weights of the gold positions.
+
+        Args:
+            epoch: Index of the epoch, which seeds the draw.
+            pools: Indices of the examples at each gold position.
+        """
         rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
         sample = []
         for _ in range(self.samples):
@@ -168,7 +173,7 @@ def answer_loss(
 
 
 def _position_divider(scale: Tensor) -> Callable[[rope.RotaryCall], rope.RotaryCall]:
-    """A change of rotary calls that divides positions by ``scale``, a scalar."""
+    """Return a change of rotary calls that divides positions by a scalar tensor, through which gradients flow."""
 
     def divide(call: rope.RotaryCall) -> rope.RotaryCall:
         scaled = call.positions.float() / scale.to(call.positions.device)
@@ -178,7 +183,7 @@ def _position_divider(scale: Tensor) -> Callable[[rope.RotaryCall], rope.RotaryC
 
 
 def _table_with_gradients(call: rope.RotaryCall) -> rope.Table:
-    """Cosines and sines of a rotary call, differentiable by its positions."""
+    """Return cos and sin of a rotary call, differentiable by its positions."""
     # The library computes its tables without gradients; below that decorator is the same function with them.
     forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
     # As accelerate's hooks would do, which this call bypasses, too.

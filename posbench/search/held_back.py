@@ -115,7 +115,11 @@ def summary_sentence(facts: Mapping[str, Any]) -> str:
 
 
 def sections(table: pd.DataFrame | None) -> list[Section]:
-    """The check as a part of the report; none without a search."""
+    """Return the report's section on the check with held-back prompts; empty without a search.
+
+    Args:
+        table: ``held_back.csv``.
+    """
     if table is None:
         return []
     facts = {str(name): value for name, value in table.iloc[0].items()}

@@ -196,7 +196,7 @@ class RouterSearch(Search):
         return losses
 
     def held_back_examples(self, run: Run, count: int | None) -> list[Example]:
-        """See :meth:`Search.held_back_examples`; of a file, the texts that the router is not trained on."""
+        """Return prompts that the routers are not trained on, at most ``count``; None: as many as there are."""
         if self.data is None:
             return super().held_back_examples(run, count)
         examples = self._examples(run)
@@ -215,7 +215,11 @@ class RouterSearch(Search):
         return losses
 
     def texts(self, run: Run) -> list[list[int]]:
-        """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
+        """Return the token ids of the texts to train on.
+
+        Raises:
+            UserError: A line of the file has another form, or there are too few texts.
+        """
         pairs = [encode_with_answer(run.lm, e) for e in self._examples(run)]
         texts = [self._shorten(*pair) for pair in pairs]
         if len(texts) < MIN_TEXTS:

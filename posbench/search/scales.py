@@ -174,7 +174,10 @@ class Scores:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def accuracy_bounds(self, scales: Scales) -> list[float]:
-        """Return the highest possible accuracy at beginning, middle and end: unscored examples count as right."""
+        """Return the highest accuracy that scales can still reach at beginning, middle and end.
+
+        Examples that were not scored yet count as right.
+        """
         unscored = np.ones(len(self.positions))
         scores = np.nan_to_num(self.values.get(scales, unscored), nan=1.0)
         bounds = []
@@ -215,7 +218,7 @@ class Scores:
 def calibration_questions(
     task: Task, seed: int | None = None, held_back: int | None = None
 ) -> tuple[list[Example], list[int]]:
-    """Calibration questions, each asked three times: answer at the beginning, in the middle and at the end.
+    """Return calibration questions, each asked three times: answer at the beginning, in the middle and at the end.
 
     Args:
         task: Its three ``calibration_positions`` are used where it has them, else 0, n // 2 and n - 1.

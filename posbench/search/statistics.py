@@ -47,7 +47,7 @@ def paper_filter(
     scaled: bool = False,
     monotone_only: bool = True,
 ) -> ChannelStatistics:
-    """The filter as the paper's text has it.
+    """Rank channels by the filter as the paper's text has it.
 
     A sliding mean, the first positions dropped (Section 2.3), a cubic least-squares fit (Appendix C.1); a
     layer counts when the fit's derivative keeps one sign; a channel passes in more than a quarter of the
@@ -63,6 +63,10 @@ def paper_filter(
             program does; otherwise a channel of small values counts as smooth whatever its shape. A constant
             curve has no scale and makes the smoothness infinite.
         monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
+
+    Returns:
+        By channel the direction in each layer (1 rising, -1 falling, 0 neither), the number of monotone layers and the
+        smoothness; and the channels that pass, the smoothest first.
     """
     num_layers, num_positions, _ = curves.shape
     if num_positions - window + 1 - skip < MIN_CURVE_POSITIONS:

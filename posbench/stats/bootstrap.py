@@ -139,6 +139,7 @@ def resampled(
     strata = np.zeros(len(names), dtype=np.int64)
     if stratified:
         occurs = np.stack(sizes, axis=1) > 0
+        # Groups that share a cluster, directly or through others, are one stratum.
         shares_cluster = occurs.T.astype(float) @ occurs > 0
         _, parts = scipy.sparse.csgraph.connected_components(shares_cluster)
         _, strata = np.unique(parts[occurs.argmax(1)], return_inverse=True)
@@ -189,10 +190,13 @@ def resampled_means(
 
 
 def tail(num_clusters: int) -> float:
-    """Share of the draws to leave out beyond each end of a percentile interval.
+    """Return the share of the draws to leave out beyond each end of a percentile interval.
 
     2.5 %, and less for few clusters, whose draws vary too little (Hesterberg 2015, "expanded percentile
     interval").
+
+    Args:
+        num_clusters: Clusters that were drawn, 2 or more.
     """
     t = scipy.special.stdtrit(num_clusters - 1, 0.975)
     expansion = np.sqrt(num_clusters / (num_clusters - 1))
@@ -384,9 +388,11 @@ def _effective_size(values: Array, weights: Array, sums: Array, sizes: Array) ->
     """
     n = len(values)
     num_clusters = len(sums)
+    # Values of unequal weight are worth fewer of equal weight.
     kish = n**2 / (weights**2).sum()
     value = (weights * values).mean()
     variance = (weights * (values - value) ** 2).mean()
+    # Then there is no variance within clusters to compare with.
     if num_clusters in (1, n) or variance == 0:
         return float(max(num_clusters * kish / n, 1))
     squared_errors = ((sums - sizes * value) ** 2).sum()
@@ -398,7 +404,13 @@ def _effective_size(values: Array, weights: Array, sums: Array, sizes: Array) ->
 def _cluster_sums(
     values: Array, weights: Array, clusters: Sequence[str]
 ) -> tuple[Array, Array]:
-    """Weighted sum and summed weights of the values of every cluster, [C] each."""
+    """Return the weighted sum of the values of every cluster, and the sum of their weights, [C] each.
+
+    Args:
+        values: The values, [n].
+        weights: Their weights, [n].
+        clusters: The cluster of each, [n].
+    """
     _, indices = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(indices, weights=weights * values).astype(float)
     sizes = np.bincount(indices, weights=weights).astype(float)

@@ -168,6 +168,7 @@ class Finding:
         """
         is_inside = low < estimate.ci_low and estimate.ci_high < high
         is_beyond = estimate.ci_low > high or estimate.ci_high < low
+        # An interval without width, on the bound, is no test.
         is_bound_itself = estimate.ci_low == estimate.ci_high in (low, high)
         p = math.nan if is_bound_itself else p_value(estimate, low, high)
         finding = cls.tested(is_inside, claim, statistic, estimate, p, note)
@@ -308,7 +309,13 @@ def p_value(
 
 
 def _bound_p(value: float, estimate: Estimate, bound: float) -> float:
-    """Two-sided normal p of one bound, from a value and the half of its interval towards the bound."""
+    """Return the two-sided normal p of one bound.
+
+    Args:
+        value: The number.
+        estimate: Its interval, of which the half towards the bound is 1.96 standard errors.
+        bound: The bound.
+    """
     half = estimate.ci_high - value
     if bound < value:
         half = value - estimate.ci_low

@@ -55,7 +55,7 @@ def need_single_value(frame: pd.DataFrame, name: str, *columns: str) -> None:
 
 
 def metric_of_task(metrics: pd.DataFrame) -> pd.Series:
-    """For each row the metric that its task is judged by: the first one in the task's table."""
+    """Return for each row of metrics.csv the metric that its task is judged by: the first one in the task's rows."""
     task = pd.Series("", index=metrics.index)
     if "task" in metrics:
         task = metrics["task"]
@@ -74,7 +74,12 @@ def metric_name(metrics: pd.DataFrame) -> str:
 
 
 def rows_of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of one metric: the task's own (empty), its paired ``difference``, or one by its name."""
+    """Return the rows of one metric.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        metric: Its name; empty for the task's own metric, ``difference`` for that one's paired differences.
+    """
     name: pd.Series | str = metric
     if metric == "":
         name = metric_of_task(metrics)
@@ -84,7 +89,7 @@ def rows_of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
 
 def rows_at_positions(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the task's own metric at a gold position (not `all`), with `depth` as a number in 0..1.
+    """Return the rows of the task's own metric at a gold position (not `all`), with `depth` as a number in 0..1.
 
     Where the task does not say how many items its prompts hold, the last position counts as 1.
     """
@@ -118,9 +123,12 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
 
 
 def strongest_layer(gold: pd.DataFrame) -> int:
-    """The layer (0-based) with the most attention to the gold item on average.
+    """Return the layer (0-based) with the most attention to the gold item on average.
 
     Of the unmodified model's rows where it has some, else of all.
+
+    Args:
+        gold: Rows of :func:`gold_attention`.
     """
     rows = gold[gold["method"] == UNMODIFIED]
     if rows.empty:

@@ -203,7 +203,15 @@ def dip_from_curve(
 
 
 def _dips_from_ends(means: Array, middle: NDArray[np.bool_]) -> Array:
-    """1 - mean in the middle / first and last position of curves [N, K], [N, 2]; NaN where an end is 0."""
+    """Return 1 - mean in the middle / mean at an end, for the first and the last position of curves.
+
+    Args:
+        means: Curves, [N, K].
+        middle: Mask of the positions in the middle, [K].
+
+    Returns:
+        [N, 2]; NaN where an end is 0.
+    """
     ends = means[:, [0, -1]]
     missing = np.full((len(means), 2), np.nan)
     if not middle.any():
@@ -260,9 +268,13 @@ def score_limit_note(
 def ceiling_note(positions: Iterable[Estimate], questions: int) -> str:
     """Explain that no score is surely below 1, give or take :data:`NEGLIGIBLE_SHARE`; see :func:`score_limit_note`.
 
+    Args:
+        positions: Mean score at each gold position.
+        questions: Questions at each position.
+
     Returns:
         ``at the ceiling: ...``; ``too few questions: ...`` if their number could not show the opposite even with all
-            wrong (Wilson's interval); empty where a score is surely lower.
+        wrong (Wilson's interval); empty where a score is surely lower.
     """
     ceiling = 1 - NEGLIGIBLE_SHARE
     if min(estimate.ci_high for estimate in positions) < ceiling:
@@ -276,6 +288,8 @@ def floor_note(
     positions: Iterable[Estimate], average: Estimate, chance: float, questions: int
 ) -> str:
     """Explain that no score is surely above a guess, give or take :data:`NEGLIGIBLE_SHARE`.
+
+    Arguments as of :func:`score_limit_note`.
 
     Returns:
         ``at the floor: ...``. If the number of questions could not show the opposite even with all right, and the
@@ -334,6 +348,7 @@ def statistic_rows(
     complete = [
         method for method, (curve, _) in all_curves.items() if not np.isnan(curve).any()
     ]
+    # The unmodified model first: the others are compared with it.
     complete.sort(key=lambda method: method != unmodified)
     base: CurveEstimates | None = None
     base_note = ""
@@ -358,6 +373,7 @@ def statistic_rows(
         floor = (notes or {}).get(method, "")
         floor = floor or floor_note(positions, average, chance, questions)
         note = floor or ceiling_note(positions, questions)
+        # The gap that chance alone gives, for comparison.
         gaps = shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])
         gap_null = Estimate(float(gaps.mean()), low, high, len(part))
@@ -366,6 +382,7 @@ def statistic_rows(
         if anytime and method in anytime:
             held = anytime[method]
             by_key = zip(("position_bias", "primacy", "recency"), held[:3], strict=True)
+            # These statistics decided the number of questions, so they need such intervals.
             own |= {key: e._replace(n=own[key].n) for key, e in by_key}
             contrasts = list(held.contrasts)
 
@@ -524,9 +541,10 @@ def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -
         The draws with noise, [R, K].
     """
     shares = (curve * sizes + 0.5) / (sizes + 1)
-    lacking = shares * (1 - shares) / (sizes + 1) - curve * (1 - curve) / sizes
+    # The variance with half a prompt more of each kind, minus that of the draws.
+    missing_variance = shares * (1 - shares) / (sizes + 1) - curve * (1 - curve) / sizes
     noise = np.random.default_rng(seed).normal(size=draws.shape)
-    return draws + np.sqrt(np.maximum(lacking, 0)) * noise
+    return draws + np.sqrt(np.maximum(missing_variance, 0)) * noise
 
 
 def largest_gap(curve: Array, draws: Array, n: int, questions: int) -> Estimate:
@@ -544,6 +562,7 @@ def largest_gap(curve: Array, draws: Array, n: int, questions: int) -> Estimate:
     if questions < 2:
         return Estimate(gap, np.nan, np.nan, n)
     unit = np.eye(len(curve))
+    # Every difference of two positions, as weights.
     contrasts = (unit[:, None] - unit)[~unit.astype(bool)]
     maxima = draws.max(1) - draws.min(1)
     low, high = _largest_interval(contrasts, curve, draws, maxima, tail(questions))
@@ -573,6 +592,7 @@ def _largest_interval(
     differences = contrasts - contrasts[values.argmax()]
     variances = np.einsum("pk,kl,pl->p", differences, covariance, differences)
     margins = 2 * Z95 * np.sqrt(np.maximum(variances, 0))
+    # Contrasts that may be the largest in truth.
     candidates = contrasts[values >= values.max() - margins]
     errors = (draws - curve) @ candidates.T
     scale = np.maximum(errors.std(0), 1e-12)

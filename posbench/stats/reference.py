@@ -144,13 +144,16 @@ class Reference:
                 if value not in allowed:
                     mismatches.append(_mismatch(key, value, allowed))
         if mismatches:
-            listed = ", ".join(mismatches)
-            note = f"This run has {listed}: the paper's numbers do not apply to it."
+            mismatch_text = ", ".join(mismatches)
+            note = (
+                f"This run has {mismatch_text}: the paper's numbers do not apply to it."
+            )
             return [], note
         task_fields = vars(task)
         applicable = [
             row
             for row in rows
+            # The run's task has the settings that the paper used for that model.
             if self._setting(row["model"]).items() <= task_fields.items()
         ]
         return _at_gold_positions(applicable, task)
@@ -200,6 +203,7 @@ class Reference:
             hint = f"correct {self.file}, or leave the cell blank"
             raise UserError(key, text, "numbers in the column value", hint)
         is_percent = self.percent | filled["metric"].str.endswith("(%)")
+        # Our name of the paper's task may be ``task/subset``.
         task_and_subset = filled["task"].map(tasks).str.partition("/")
         subset = task_and_subset[2]
         position = filled["position"].replace("", "all").replace(self.positions)

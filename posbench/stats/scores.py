@@ -60,11 +60,15 @@ class ScoreGroup(NamedTuple):
     def mean(
         self, rows: pd.DataFrame, weights: pd.Series[float] | None = None
     ) -> Estimate:
-        """Estimate the mean, of values or of paired differences, over some of the rows.
+        """Estimate the mean, of values or of paired differences, over some of the group's rows.
 
         Args:
             rows: The rows.
             weights: Weight of each row; None: equal weights.
+
+        Returns:
+            The mean of the scores; where the group's label is METRIC_difference, of the score minus the unmodified
+            model's. Without a score, an estimate of NaN.
         """
         rows = rows.dropna(subset=[self.metric])
         if rows.empty:
@@ -74,6 +78,7 @@ class ScoreGroup(NamedTuple):
         row_weights = None if weights is None else weights[rows.index].to_numpy()
         if self.label == self.metric:
             return mean(values, clusters, row_weights)
+        # The unmodified model's score of the same prompt.
         base = rows[f"{self.metric}_base"].to_numpy()
         return paired(values, base, clusters, row_weights)
 
@@ -151,6 +156,7 @@ class Tabulator:
                 if group.metric == task_metric:
                     note = notes[group.method]
                     if group.label != group.metric:
+                        # A difference is invalid if either of the two scores is.
                         note = note or notes[self.unmodified]
                 elif group.label == WHOLE_REPLY:
                     note = first_line_note(
@@ -412,6 +418,7 @@ class Tabulator:
         labels = (self.task.metric, f"{self.task.metric}_difference")
         for average, members in averages.items():
             for method, label in product(methods, labels):
+                # Subsets, and averages that were made before, by name.
                 known = weights_of[method, label]
                 scored = [known[member] for member in members if member in known]
                 if not scored:

@@ -126,6 +126,7 @@ def curve_intervals(scores: Array) -> CurveIntervals:
     contrasts = contrast_with_others(scores).T
     low, high = anytime_intervals(contrasts, -1, 1, JOINT_ALPHA / num_positions)
     distances = np.abs([low, high])
+    # The smallest distance from 0 that each interval allows.
     nearest = np.where((low <= 0) & (high >= 0), 0, distances.min(axis=0))
     least, most = (
         float(np.sqrt((num_positions - 1) * (ends**2).sum())) / num_positions
@@ -152,7 +153,15 @@ def noise_variance(scores: Array) -> float:
 
 
 def _estimates(values: Array, alpha: float) -> list[Estimate]:
-    """Means of series in -1..1, [S, N], with intervals, which are widened where they do not hold the mean."""
+    """Estimate the means of series in -1..1 with intervals that hold at any time.
+
+    Args:
+        values: The series, [S, N].
+        alpha: Probability that one of the intervals misses its mean.
+
+    Returns:
+        An estimate for each series; an interval that does not hold its mean is widened.
+    """
     lows, highs = anytime_intervals(values, -1, 1, alpha)
     means = values.mean(axis=1)
     n = values.shape[1]

@@ -120,7 +120,12 @@ def _is_contradicted(side: str, contrasts: Sequence[Estimate]) -> bool:
 
 
 def _rises(contrasts: Sequence[Estimate], values: Sequence[float]) -> bool:
-    """Whether a position is surely better than an earlier one, by more than a minor share of best minus worst."""
+    """Whether a gold position is surely better than an earlier one, by more than a third of best minus worst.
+
+    Args:
+        contrasts: Each position minus the mean of the others, in order.
+        values: All contrasts' values, from which best and worst are taken.
+    """
     minor = MINOR_SHARE * (max(values) - min(values))
     return any(
         later.value - earlier.value > minor and later.ci_low > earlier.ci_high

@@ -172,6 +172,7 @@ class AttentionToGold(Study):
                 key,
                 partial(_attention_rows, prompts),
             )
+            # Layers are chosen by the first task, and used for all numbers of items.
             if not tables:
                 tables = self._score_tables(prompts, rows)
                 layers = tables["layers"]
@@ -338,7 +339,16 @@ class AttentionToGold(Study):
 def _attention_rows(
     prompts: Prompts, batch: Sequence[Example], prefix: Prefix | None
 ) -> list[Row]:
-    """Run a batch and summarise each example's attention to its items, see :func:`head_row`."""
+    """Run a batch and summarise each example's attention to its items.
+
+    Args:
+        prompts: The prompts.
+        batch: Examples of them.
+        prefix: Cache of all their tokens but the last; None: the prompts are read whole.
+
+    Returns:
+        A row of :func:`head_row` for each example.
+    """
     weights = prompts.attention(batch, prefix, heads=True).astype(np.float32)
     return [
         head_row(layers, example)
@@ -689,7 +699,11 @@ def head_figure(heads: pd.DataFrame) -> Figure:
 
 @plot.styled
 def curve_figure(lengths: pd.DataFrame) -> Figure:
-    """Attention to the gold item and score over the gold position, a line for each number of items."""
+    """Draw attention to the gold item and score over the gold position, a line for each number of items.
+
+    Args:
+        lengths: The table ``lengths``.
+    """
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.5, 1, 2, n=lengths["n"])
     labels = {number: f"{number} items" for number in sorted(lengths["items"].unique())}
     draw_over_positions(left, right, lengths, "items", labels, ordered=len(labels) > 1)

@@ -268,7 +268,7 @@ class BiasSource(Study):
         return {"bias_source": (source_figure(effects), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Whether each intervention closes a third of the gap, and more than its control does."""
+        """Judge whether each intervention closes a third of the gap, and more than its control does."""
         effects = read_effects(tables)
         return [
             replace(_finding(name, effects), kind="source")
@@ -284,11 +284,12 @@ def read_effects(tables: Tables) -> dict[str, Estimate]:
 
 
 def _changes(lm: LM, place: str = "") -> dict[str, ItemChange]:
-    """The changes of interventions and controls that a model can have, by name.
+    """Return the changes of interventions and controls that a model can have, by name.
 
     Args:
         lm: The model.
-        place: Place of the gold item, ``first`` or ``last``; a change that makes it look so has no effect there.
+        place: Place of the gold item, ``first`` or ``last``; a change that makes it look so has no effect there, and
+            is left out.
     """
     changes = {
         name: intervention.change
@@ -341,6 +342,7 @@ def _applied(
     else:
         if not change.of_another:  # the sink is the first token, not the gold item
             spans = [(0, 1)] * len(lengths)
+        # What is left is to dim the last token's attention to these tokens.
         marks = _marks(lengths, spans)
         block = scale_attention(lm, marks, SINK_FACTOR, range(lm.layers))  # type: ignore[assignment]
     with block:
@@ -348,7 +350,12 @@ def _applied(
 
 
 def _marks(lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tensor:
-    """1 at the tokens of a span of each prompt and 0 elsewhere, [B, T], padded on the left."""
+    """Return 1 at the tokens of a span of each prompt and 0 elsewhere, [B, T], for prompts padded on the left.
+
+    Args:
+        lengths: Tokens of each prompt.
+        spans: First token and end of each span.
+    """
     width = max(lengths)
     marks = torch.zeros(len(lengths), width)
     for row, (length, (start, stop)) in enumerate(zip(lengths, spans, strict=True)):
@@ -387,7 +394,9 @@ def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
-    """The gap, and for each intervention the fall of the loss, its share of the gap and its margins over the bounds.
+    """Return the table of effects: the gap, and of each intervention what it gains, its share of the gap, its margins.
+
+    The margins are over a third of the gap and over its control.
 
     Args:
         frame: Loss of each prompt by variant.

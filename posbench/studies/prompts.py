@@ -111,7 +111,7 @@ def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
 def retrieval_layers(
     layers: LayerRange | None, unmodified: Sequence[float] | Array
 ) -> LayerRange:
-    """First and last layer to look at.
+    """Return the first and the last layer whose attention is looked at.
 
     Args:
         layers: The user's choice; None for the paper's 15 to 20 of 32, or that share of another depth.
@@ -136,7 +136,7 @@ def layers_label(first: int, last: int) -> str:
 def study_channels(
     run: Run, channel: int | None, controls: int, seed: int
 ) -> list[int]:
-    """A channel to study, then random channels as controls, in order.
+    """Return a channel to study, then random channels as controls, in order.
 
     Args:
         run: The run.
@@ -444,7 +444,7 @@ class Prompts:
         block: VariantContext,
         keep: Callable[[Sequence[Example], Array], list[Row]],
     ) -> dict[str, Row]:
-        """Measure every prompt under a variant, resumed from ``rows.jsonl``.
+        """Measure reply and attention of every prompt under a variant, resumed from ``rows.jsonl``.
 
         Args:
             variant: Name of the variant, which identifies its rows.
@@ -550,6 +550,7 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
         list(dict.fromkeys(compared))
     ]
     missing = float(all_scores.isna().mean().max())
+    # Differences are over prompts that all methods answered.
     wide = all_scores.dropna()
     if wide.empty:
         nothing = Estimate(math.nan, math.nan, math.nan, 0)
@@ -577,7 +578,12 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
 
 
 def unless_missing(finding: Finding, row: Any) -> Finding:
-    """A finding on a row of :func:`contrast_columns`; without a verdict where too many answers are missing."""
+    """Return a finding unchanged, or without a verdict where too many answers are missing.
+
+    Args:
+        finding: The finding.
+        row: The row of :func:`contrast_columns` that it rests on.
+    """
     missing = row.get("missing", 0.0)
     if not missing > MAX_MISSING_SHARE:
         return finding

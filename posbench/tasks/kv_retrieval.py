@@ -213,7 +213,7 @@ class KVRetrieval(GoldPositionTask):
             )
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
-        """A generated question.
+        """Return a generated question.
 
         Args:
             name: Id of the example.

@@ -157,7 +157,7 @@ class LEvalClosed(EvaluationOnly):
         return letters(text, several=example.subset == "coursera")
 
     def _lines(self, subset: Benchmark) -> Iterator[Row]:
-        """The documents of one benchmark."""
+        """Return number and fields of the documents of one exam, from the user's folder or the hub's file."""
         if not self.path:
             count = FILES[subset]["documents"]
             return read_data_rows("path", local(_official(subset)), count=count)

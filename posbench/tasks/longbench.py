@@ -134,7 +134,7 @@ class LongBench(EvaluationOnly):
         return tuple(task for task in self.subsets if task in EXTENDED)
 
     def official(self) -> tuple[Source, ...]:
-        """The hub's data.zip."""
+        """Return the benchmark's archive on the hub, data.zip."""
         source = Source(
             kind="dataset",
             id="THUDM/LongBench",
@@ -182,11 +182,12 @@ class LongBench(EvaluationOnly):
         return {**averages, "categories": tuple(averages)}
 
     def _task(self, folder: Path, task: str) -> Iterator[Example]:
-        """The examples of a task."""
+        """Yield the examples of a task from its file in a folder or in data.zip."""
         name = f"{task}_e.jsonl" if self.extended else f"{task}.jsonl"
         hint = "get data.zip from hf.co/datasets/THUDM/LongBench"
         names = (name, f"data/{name}")
         file, member = find_file(folder, names, hint, archive="data.zip")
+        # The official files have a known number of examples.
         count = 0 if self.path or self.extended else COUNTS.get(task, 200)
         for _, line in read_data_rows("path", file, member, unique="_id", count=count):
             yield self._example(line, task)

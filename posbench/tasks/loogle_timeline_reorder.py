@@ -199,8 +199,10 @@ def _qa_pairs(line: Line) -> list[Line]:
 
 
 def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:
-    """A question and its gold order in Roman numerals; both as they are where the events have other numbers
-    than 1., 2., ... at line starts."""
+    """Return a question and its gold order in Roman numerals.
+
+    Both stay as they are where the events have other numbers than 1., 2., ... at line starts.
+    """
     numbers = sorted(str(number + 1) for number in range(len(gold)))
     if sorted(_EVENT_NUMBER.findall(question)) != numbers or sorted(gold) != numbers:
         return question, gold

@@ -51,7 +51,7 @@ class Question(NamedTuple):
 def render(
     prompt: Prompt, question: str, documents: list[Document], *, renumber: bool = True
 ) -> tuple[str, Spans]:
-    """The benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT).
+    """Return the benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT).
 
     Args:
         prompt: Form of the prompt.
@@ -188,7 +188,7 @@ class NQMultiDoc(GoldPositionTask):
         return self._calibration(lines, self.calibration_examples, count)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """1 if a gold answer, normalised, occurs in the first line of the reply, and likewise for the whole reply.
+        """Score a reply: 1 if a gold answer, normalised, occurs in its first line, and likewise for the whole reply.
 
         See :func:`best_subspan_em`.
         """
@@ -275,7 +275,7 @@ class NQMultiDoc(GoldPositionTask):
     def _example(
         self, name: str, number: int, question: Question, position: int | None
     ) -> Example:
-        """The example that asks a question.
+        """Return the example that asks a question.
 
         Args:
             name: Id of the example.

@@ -129,7 +129,7 @@ def best_subspan_em(
 
 
 def _has_normalized(text: str, answer: str) -> bool:
-    """Whether a normalised answer is part of the normalised text."""
+    """Whether a normalised answer is part of the normalised text; as a word, if usual normalisation empties it."""
     normalize = normalizer_of(answer)
     if normalize is normalize_answer:
         return normalize(answer) in normalize(text)
@@ -166,7 +166,7 @@ def qa_f1_zh(reply: str, gold: str) -> float:
 
 
 def _chinese_words(text: str, keeps_signs: bool = False) -> list[str]:
-    """The words of :func:`qa_f1_zh`, with or without punctuation."""
+    """Return the words of a Chinese text for :func:`qa_f1_zh`, with or without punctuation."""
     words = []
     for word in _cut(text):
         plain = word.lower()
@@ -177,7 +177,7 @@ def _chinese_words(text: str, keeps_signs: bool = False) -> list[str]:
 
 
 def _f1(reply_words: Sequence[str], gold_words: Sequence[str]) -> float:
-    """F1 of two bags of words."""
+    """Return the F1 score of two bags of words, 0..1; 0 without a common word."""
     common = (Counter(reply_words) & Counter(gold_words)).total()
     if not common:
         return 0.0
@@ -187,7 +187,7 @@ def _f1(reply_words: Sequence[str], gold_words: Sequence[str]) -> float:
 
 
 def _cut(text: str) -> list[str]:
-    """Words of a Chinese text, in jieba's default mode and with its own dictionary."""
+    """Return the words of a Chinese text, in jieba's default mode and with its own dictionary."""
     with warnings.catch_warnings():
         # Its source has escapes that newer Pythons warn about, and it asks for pkg_resources.
         warnings.simplefilter("ignore")

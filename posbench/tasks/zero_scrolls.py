@@ -93,7 +93,7 @@ class ZeroSCROLLS(EvaluationOnly):
         check_names("subsets", self.subsets, list(NEW_TOKENS))
 
     def official(self) -> tuple[Source, ...]:
-        """One zip per task from the hub."""
+        """Return the hub's files: one zip per task."""
         source = Source(
             kind="dataset",
             id="tau/zero_scrolls",
@@ -138,7 +138,13 @@ class ZeroSCROLLS(EvaluationOnly):
         return np.cbrt(means["rouge1"] * means["rouge2"] * means["rougeL"])
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
-        """The leaderboard's ``zero_scrolls_predictions.csv``, for test questions: Task, ID, Prediction."""
+        """Return the file to submit to the leaderboard by its name, ``zero_scrolls_predictions.csv``.
+
+        Its columns are Task, ID, Prediction; for other splits than ``test`` there is no file.
+
+        Args:
+            replies: Each example with its reply.
+        """
         if self.split != "test":
             return {}
         table = pd.DataFrame(

@@ -299,6 +299,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         allowed = "a task that scores the replies of the run"
         raise UserError("task", task.name, allowed, "give its score() a value again")
     if num_changed:
+        # Without a key no other run copies these rows.
         out.mark(PREDICTIONS, key=None, **{RESCORED: True})
         out.write_rows(PREDICTIONS, rows)
     anytime = {}

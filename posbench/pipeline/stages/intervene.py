@@ -97,7 +97,11 @@ def _mean_attention(
 
 
 def fill(runs: Sequence[Run]) -> None:
-    """Make the rows of runs that differ in their methods alone, in one pass over the prompts."""
+    """Make the rows of runs that differ in their methods alone, in one pass over the prompts.
+
+    Args:
+        runs: The runs; the first one shows progress.
+    """
     first = runs[0]
     examples = sort_by_gold_position(first.evaluation, first.runtime.intervene_examples)
     if examples:
@@ -127,7 +131,13 @@ class AttentionBatches(BatchPlan):
     def make_batches(
         self, examples: Sequence[Example], prompts: Prompts, shape: BatchShape
     ) -> list[list[Example]]:
-        """See :meth:`posbench.run.batch_plan.BatchPlan.make_batches`."""
+        """Divide examples into batches of prompts of similar length.
+
+        Args:
+            examples: The examples.
+            prompts: Their tokens by id.
+            shape: Limits of a batch.
+        """
 
         def length(example: Example) -> int:
             return len(prompts[example.id].ids)
@@ -135,7 +145,7 @@ class AttentionBatches(BatchPlan):
         return self.run.prompts.batches_by_length(examples, length, shape.max_tokens)
 
     def answer(self, batch: Sequence[Request]) -> list[Row]:
-        """See :meth:`posbench.run.plan.Plan.answer`."""
+        """Return the row of each request of a batch: ``attention`` of each layer to each item, [layers, items]."""
         asked_prompts = [self.asked_prompt(request) for request in batch]
         examples = [prompt.example for prompt in asked_prompts]
         prompts = [prompt.encoded for prompt in asked_prompts]

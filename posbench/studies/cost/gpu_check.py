@@ -199,7 +199,7 @@ class GpuCheck(Study):
         return {"checks": with_environment(rows), **tables}
 
     def asked(self) -> list[Example]:
-        """Prompts of two lengths, in turn."""
+        """Return prompts of two lengths, in turn."""
         questions = -(-self.prompts // 2)
         long_examples = _kv_examples(9, questions)
         short_examples = _kv_examples(6, questions)
@@ -244,7 +244,7 @@ class GpuCheck(Study):
         return {"latency": latency, "throughput": throughput}
 
     def figures(self, tables: Tables) -> Drawn:
-        """Differences over their tolerances, and the times."""
+        """Draw differences over their tolerances, and the figures of the cost studies."""
         figures: dict[str, tuple[Figure, str]] = {}
         if tables["checks"]["value"].notna().any():
             caption = "Largest difference of any model over its tolerance (2: or more); beyond 1 a check fails."
@@ -254,7 +254,7 @@ class GpuCheck(Study):
         return figures
 
     def findings(self, tables: Tables) -> list[Finding]:
-        """Setup by setup: do all checks pass; a setup that did not run is not testable."""
+        """Judge for each setup whether all checks pass; one that did not run is not testable."""
         texts = ("model", "method", "quantity", "reason")
         checks = tables["checks"].astype(dict.fromkeys(texts, object))
         checks = checks.fillna(dict.fromkeys(texts, ""))
@@ -365,7 +365,7 @@ class ModelCheck:
         return load(lm.model, tokenizer=self.tiny.tokenizer, name=self.name)
 
     def _device_map(self, setup: Setup) -> dict[str, str]:
-        """The embedded model's modules on two devices, half of the layers on each."""
+        """Return the device of each of the embedded model's modules: half of the layers on the second device."""
         modules = ["lm_head", "model.embed_tokens", "model.rotary_emb", "model.norm"]
         device_map = dict.fromkeys(modules, setup.device)
         half = self.tiny.layers // 2
@@ -447,7 +447,10 @@ class ModelCheck:
         return tolerances
 
     def rounding_errors(self, dtype: Dtype) -> dict[str, dict[str, float]]:
-        """By method, the CPU's own differences in a type; without methods that fail in that type."""
+        """Return by method and quantity how far the CPU in some dtype is from the CPU in float32.
+
+        Methods that fail in that dtype are left out.
+        """
         lm = self.model(CPU_SETUP._replace(dtype=dtype))
         errors = {}
         for name, method in self.methods.items():

@@ -215,6 +215,7 @@ class Latency(TimingStudy):
             ScaleChannel(channel=channel, factor=factor, layers=layers)
             for channel, factor in settings
         ]
+        # Ten channels, four factors: as many as asked.
         candidates = all_candidates[: self.candidates]
         ids = torch.randint(
             5, lm.model.config.vocab_size, (self.search_tokens + LOSS_TOKENS,)
@@ -224,6 +225,7 @@ class Latency(TimingStudy):
         found: dict[str, torch.Tensor] = {}
 
         def shared_prefill() -> None:
+            # Without the first row, the unmodified model's.
             losses = candidate_losses(lm, [pair], candidates)[1:, 0]
             found["shared"] = torch.from_numpy(losses)
 
@@ -242,6 +244,7 @@ class Latency(TimingStudy):
         }
         tokens = f"{self.search_tokens} + {LOSS_TOKENS} tokens"
         work = f"{len(candidates)} candidates, {tokens}"
+        # Both ways take long.
         half_as_often = replace(self, repeats=max(1, self.repeats // 2))
         rows = half_as_often.compared(work, ways, lm.device)
         allowed = torch.finfo(lm.model.dtype).eps ** 0.5
@@ -296,7 +299,7 @@ class Reprojection(ScaleChannel):
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
+        """Let the attention modules of the method's layers run twice inside the block: as they are, and scaled."""
         attentions = families.attention_modules(lm.model)
         with ExitStack() as stack:
             for index in self.layer_indices:
@@ -329,6 +332,7 @@ class Reprojection(ScaleChannel):
         cache = kwargs.pop(cache_name)
         is_prompt = families.attention_input(args, kwargs).shape[1] > 1
         if is_prompt:
+            # The unscaled keys must not enter the cache.
             scratch = {cache_name: transformers.DynamicCache()}
             base, *_ = forward(*args, **scratch, **kwargs)
         with ExitStack() as stack:
@@ -337,4 +341,5 @@ class Reprojection(ScaleChannel):
             scaled = forward(*args, **{cache_name: cache}, **kwargs)
         if not is_prompt:
             return scaled
+        # All tokens of a prompt but the last are unscaled.
         return torch.cat([base[:, :-1], scaled[0][:, -1:]], dim=1), scaled[1]

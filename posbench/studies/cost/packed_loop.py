@@ -62,7 +62,7 @@ class PackedLoop:
 
     @inference_mode
     def replies(self, new_tokens: int) -> Tensor:
-        """Greedy replies of ``new_tokens`` tokens, [B * M, new_tokens]."""
+        """Return the greedy replies of ``new_tokens`` tokens to each prompt under each setting, [B * M, new_tokens]."""
         last = torch.tensor([p[-1:] for p in self._prompts], device=self._model.device)
         tokens = last.repeat_interleave(len(self._factors), 0)
         replies = []

@@ -101,7 +101,7 @@ class Precision(Study):
 
 
 def _load(run: Run, dtype: Dtype) -> LM:
-    """Load the run's model once more, with weights of another type."""
+    """Load the run's model once more, with weights of another dtype."""
     runtime = run.runtime
     return load(
         replace(run.model, dtype=dtype),
@@ -139,7 +139,12 @@ def next_logits(
 
 
 def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
-    """Largest and mean absolute difference of logits [N, V], and share of prompts with another best token."""
+    """Return the largest and mean absolute difference of logits, and the share of prompts with another best token.
+
+    Args:
+        logits: [N, V].
+        reference: What they are compared with, [N, V].
+    """
     error = (logits - reference).abs()
     changed = (logits.argmax(-1) != reference.argmax(-1)).double().mean()
     return {

@@ -258,9 +258,10 @@ class Throughput(TimingStudy):
         costs = Costs.of(lm)
         for way, runtime in runtimes.items():
             stage_run = replace(run, task=task, runtime=runtime)
-            asks = stage_plan(replace(stage_run), lm, examples, methods)
-            operations[way] = costs.flops(asks.estimate("evaluate", answered=True))
+            plan = stage_plan(replace(stage_run), lm, examples, methods)
+            operations[way] = costs.flops(plan.estimate("evaluate", answered=True))
             ways[way] = partial(staged, stage_run, lm, examples, methods)
+        # The fastest way to do this work that we know.
         limit = SHARED
         if not any(example.choices for example in examples):
             ways[STOCK] = partial(stock_batches, lm, task, examples, methods, run)
@@ -351,7 +352,7 @@ def staged(
 def stage_plan(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
 ) -> ReplyBatches:
-    """The evaluate stage's plan for a model and examples, which are put into the run."""
+    """Return the evaluate stage's plan for a model and examples; both are put into the run."""
     run.lm = lm
     run.evaluation = list(examples)
     subjects = [Subject(run, name, method) for name, method in methods.items()]
