@@ -223,6 +223,7 @@ def ask(
         "requests": response.requests if response.requests > 1 else None,
         "server": response.server,
     }
+    # Facts that the server did not report are left out of the row.
     unsaid: tuple[Any, ...] = ("", [], None, False)
     stated = {name: value for name, value in facts.items() if value not in unsaid}
     reply = {"output": output, **stated}

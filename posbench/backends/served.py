@@ -410,6 +410,7 @@ class Endpoint(Backend):
             allowed = f"a field that {self._config.base_url} takes ({message})"
             hint = "leave it out, or give it another value"
             raise UserError(f"model.extra_body.{typed[0]}", value, allowed, hint)
+        # Optional settings are dropped.
         refused = [name for name in names if name in profile.settings]
         if refused:
             kept = {k: v for k, v in profile.settings.items() if k not in refused}
@@ -418,6 +419,7 @@ class Endpoint(Backend):
         if "stop" in names:
             self._change(sends_stop=False)
             return True
+        # The length of a reply has several names.
         if profile.length_field in names:
             others = [name for name in LENGTH_FIELDS if name not in tried_fields]
             if others:
@@ -432,6 +434,7 @@ class Endpoint(Backend):
                 raise UserError(
                     "model.temperature", self._config.temperature, allowed, hint
                 )
+            # The server's own temperature then; a seed makes its replies repeatable.
             settings = {**profile.settings, "seed": SEED}
             self._change(temperature=None, settings=settings)
             return True

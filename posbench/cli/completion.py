@@ -92,12 +92,14 @@ def words(line: str) -> list[str]:
         candidates = [f"{prefix}{name}" for name in FORMATS]
     elif word.startswith("-"):
         candidates = _flags(verb)
+    # A key is typed: offer its choices.
     elif "=" in word:
         key = word.partition("=")[0]
         names = choices(*paths.group_folders(key, folders))
         candidates = [f"{key}={name}" for name in names]
         if word.startswith("method=from:"):
             candidates = [f"method=from:{name}" for name in _run_hashes(typed)]
+    # Verbs that take overrides, as a run does.
     elif verb in ("", "fetch", "validate", "figures", "submit"):
         candidates = [
             f"{name}=" for name in (*paths.GROUPS, "experiment", "stages", "budget")

@@ -103,6 +103,7 @@ def export(args: list[str]) -> int:
     run = build_run(config, console)
     requested = run.method.build()
     requested.check(run.lm)
+    # The twin for all tokens, where the format folds the method into weights.
     method = _method_to_write(form, run, requested, exact)
     fix = replace(_fix(run, method), weights=weights or "")
     form.check(fix)
@@ -121,6 +122,7 @@ def export(args: list[str]) -> int:
             verdict += f" {BEFORE_FOLDING}"
         if gain:
             gain += f" {BEFORE_FOLDING}"
+    # For the record: verify compares with these weights.
     contents = read_contents([config.model.checkpoint])
     own_folder = config.config_dir or config_dir_chosen()
     facts = CardFacts(

@@ -266,6 +266,7 @@ def figures(args: list[str]) -> int:
                 console, runtime.log_every, "figures", len(waiting), 0, minutes
             ) as work,
         ):
+            # Experiments that measure times run alone, after the others.
             untimed = [e for e in waiting if not e.timed]
             timed = [e for e in waiting if e.timed]
             _run(untimed, num_processes, logs, console, work)
@@ -292,6 +293,7 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
     papers = [
         arg.removeprefix("paper=") for arg in remaining if arg.startswith("paper=")
     ]
+    # Words without = are experiments; all others are overrides for each of them.
     names = [
         arg for arg in remaining if "=" not in arg and not arg.startswith(("-", "~"))
     ]

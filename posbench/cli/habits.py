@@ -120,6 +120,7 @@ def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
     positional: list[str] = []
     for flag, spelled, value in _flags_with_values(args):
         if not flag:
+            # Without the other tool's own first words, such as "eval".
             words = [word for word in spelled.split() if word not in FIRST_WORDS]
             is_task = words and not positional and words[0] in _tasks()
             if is_task:
@@ -142,6 +143,7 @@ def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
             return _harness_line(settings, names), left_out
         tasks = dict.fromkeys(str(_task_here(name)) for name in names)
         settings["task"] = ",".join(tasks)
+        # A name such as longbench_hotpotqa is a task and a subset.
         subsets = [name.partition("_")[2] for name in names if name not in _tasks()]
         if len(tasks) == 1 and all(subsets) and subsets:
             settings["task.subsets"] = f"[{','.join(subsets)}]"

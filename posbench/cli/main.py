@@ -462,6 +462,7 @@ def _run_job(
         with doing("checking the config, the files and the longest prompts"):
             run = prepare(composed)
         set_interval(run.config.runtime.log_every)
+        # Jobs are sent by a verb, so that a run never leaves this machine unasked.
         cluster = run.config.runtime.cluster
         if cluster:
             hint = (

@@ -101,6 +101,7 @@ def submit(args: list[str]) -> int:
     jobs = compose(remaining)
     faults = Faults()
     runs: list[tuple[ComposedConfig, Config]] = []
+    # All runs are checked before any is submitted.
     for composed in jobs.composed:
         with faults.collecting():
             runs.append((composed, _config_to_submit(composed, num_shards)))
@@ -123,6 +124,7 @@ def submit(args: list[str]) -> int:
         entry = replace(
             entry, id=submission_id, number=number, runs=len(runs), command=command
         )
+        # Other runs are done, running or waiting.
         if state == "submitted":
             entry = replace(
                 entry,
@@ -362,6 +364,7 @@ def resume(args: list[str]) -> int:
     folder = find_run(remaining[0], Path(Runtime.outputs))
     is_announced = False
     while True:
+        # A shard can be made beside the owner; a whole run cannot.
         while in_use(folder) and not leaves_end:
             if not is_announced:
                 print(f"waiting for another process that owns {folder}", flush=True)

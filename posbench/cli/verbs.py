@@ -103,6 +103,7 @@ def validate(args: list[str]) -> int:
     """
     measure = "--measure" in args
     args = [arg for arg in args if arg != "--measure"]
+    # Without arguments: every choice, checked without its files.
     checks_choices = not args and not measure
     commands = _all_choices() if checks_choices else [args]
     status = 0

@@ -428,6 +428,7 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
 
     size = vocabulary_size(fix)
     tokenizer = fix.lm.tokenizer
+    # Placeholders for token ids that the tokenizer does not have.
     pieces = [f"<|{token}|>" for token in range(size)]
     types = [TokenType.UNUSED] * size
     definition: dict[str, Any] = {"model": {"type": "WordLevel"}}
@@ -450,6 +451,7 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
         "add_eos_token": False,
         "add_bos_token": False,
     }
+    # llama.cpp has few tokenizers: whole words, or known byte-level ones.
     kind = definition["model"]["type"]
     pre_tokenizer = pre_tokenizer_name(definition.get("pre_tokenizer"))
     if kind == "WordLevel":
@@ -474,6 +476,7 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
             "a tokenizer of whole words, or a byte-level one of the kind of "
             f"{', '.join(PRE_TOKENIZERS)}",
         )
+    # Special tokens, and whether BOS is added.
     for name in ("bos", "eos", "pad", "unk"):
         values[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id", None)
     if tokenizer is not None:

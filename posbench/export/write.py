@@ -257,6 +257,7 @@ def write(
         # safetensors writes files that nobody else may read.
         # That of a file written in the usual way.
         mode = (folder / RECORD_FILE).stat().st_mode
+        # So that the export can be read by whoever reads the other files.
         for name in digests:
             (folder / name).chmod(mode)
     return comparison

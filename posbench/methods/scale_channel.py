@@ -447,6 +447,7 @@ class ScaleChannel(Method):
         whole = {"past_key_values": cache, "use_cache": True, "return_dict": True}
         if num_scaled == num_tokens:
             output = self.continue_with(model, forward, **whole, **call)
+        # One pass if the last rows can be computed again on the same keys, else two.
         elif _keys_stay(cache) and LastRows.fits(model, self.layer_indices):
             with last_rows.scaling(num_scaled):
                 output = forward(**whole, **call)

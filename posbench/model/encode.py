@@ -312,6 +312,7 @@ class Encoder:
         if excess <= 0:
             return encoded
 
+        # It does not fit and may not be cut, or no prompt at all would fit.
         if truncation == "refuse" or max_tokens < 1:
             hint = "shorten the prompts, or cut them with task.truncation=middle"
             if len(encoded.ids) <= max_tokens and most:
@@ -321,6 +322,7 @@ class Encoder:
                 hint = f"set task.max_new_tokens to less than {self.context_window}"
             self._refuse_length(len(encoded.ids), max_tokens, reserve, hint)
         removed = 0
+        # Cutting text does not remove exactly as many tokens, so it is repeated.
         while excess > 0:
             removed += excess
             pieces = self._shorten(prompt, removed, truncation, document, separator)

@@ -101,6 +101,7 @@ class LastRows:
             following: AttentionFunction,
             **settings: Any,
         ) -> Any:
+            # All rows unscaled first; then the last ones again, with scaled queries and keys.
             output, weights = following(module, query, key, value, mask, **settings)
             if module.layer_idx in self._inputs:
                 rows = slice(-num_rows, None)

@@ -237,6 +237,7 @@ class LM(Encoder):
             if last_ids and tokenizer.decode(last_ids) == text:
                 stop_tokens[text] = last_ids[0]
         stop_texts = [text for text in stop if text not in stop_tokens]
+        # Tokens at which the checkpoint ends a reply.
         end_ids = self.model.generation_config.eos_token_id
         if end_ids is None:
             end_ids = tokenizer.eos_token_id
@@ -244,6 +245,7 @@ class LM(Encoder):
             end_ids = []
         elif not isinstance(end_ids, list):
             end_ids = [end_ids]
+        # Greedy, whatever the checkpoint's own settings are.
         settings = transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
@@ -270,6 +272,7 @@ class LM(Encoder):
                     tokenizer.decode([i for i in ids[:length] if i not in hidden_ids])
                 )
                 reply = cut_at_stop(text, stop_texts)
+                # Why the reply ended: a stop text, the end of sequence, or the limit.
                 finish = FINISH_LENGTH
                 if reply != text or not stop_ids.isdisjoint(ids[: length + 1]):
                     finish = FINISH_STOP

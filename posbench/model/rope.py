@@ -543,6 +543,7 @@ class _HandAttention:
                 )
             return output
 
+        # Positions of all keys; the newest are those of the queries.
         positions = step.positions.to(query.device)
         output = self.layers[layer](
             HandRotation(
@@ -559,6 +560,7 @@ class _HandAttention:
                 model=self.model,
             )
         )
+        # For the next step: positions of the cached keys, and what the function remembers.
         if step.cache is not None:
             keys = step.cache.layers[layer].keys
             _set_for_layer(step.cache, _POSITIONS, layer, step.positions)

@@ -274,6 +274,7 @@ class PrefixStore:
         if not width:
             return prefix
 
+        # Layers that rotate alike share cos and sin.
         tables = {
             layer: (self._read("cos", layer, slots), self._read("sin", layer, slots))
             for kind, layer in self._states
@@ -384,6 +385,7 @@ def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
     ]
     width = max(lengths)
 
+    # What the segments feed, behind the stored tokens before them.
     inputs = lm.pad([p[start:] for p, start in zip(prompts, starts, strict=True)])
     past_slots = [
         slots[:start] for slots, start in zip(token_slots, starts, strict=True)
@@ -391,6 +393,7 @@ def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
     cache = store._gather(lm, past_slots, width).cache
     past_width = int(cache.get_seq_length())
     past_lengths = torch.tensor(starts, device=lm.device)[:, None]
+    # Prompts of the batch have different numbers of stored tokens: mask the padding.
     if past_width:
         past_columns = torch.arange(past_width, device=lm.device)
         past_mask = (past_columns >= past_width - past_lengths).long()
@@ -418,6 +421,7 @@ def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
             ]
         )
     )
+    # Keys and values of all layers; attention inputs and rotations of the recorded ones.
     for layer in range(lm.layers):
         states = cache.layers[layer]
         keys = _pick_tokens(states.keys.transpose(1, 2), rows, past_width + columns)

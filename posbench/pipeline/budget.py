@@ -142,6 +142,7 @@ class BudgetPlan:
         lines = [
             f"budget {self.budget}: {workload}; 95 % intervals of at most +-{points:.0f} points"
         ]
+        # A study has sizes of its own, and no gold positions.
         if self.study:
             ending = f"; {prompts}" if self.prompts else ""
             lines = [f"budget {self.budget}: {self.study}{ending}"]
@@ -155,6 +156,7 @@ class BudgetPlan:
             lines.append(
                 f"budget: about {duration(self.seconds)} expected, at most {self.budget}"
             )
+        # A run whose questions were typed may exceed its budget.
         bound = "at most" if self.is_kept else "of"
         if self.tokens is not None:
             lines.append(

@@ -121,6 +121,7 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     # The run searched and has not applied its result yet.
     if applied is None:
         applied = {"parts": found} if "parts" in node else found.get(method, {})
+    # The source that the search recorded, else the method's, else the run itself.
     sources = [str(block["source"]) for block in found.values() if "source" in block]
     source = "; ".join(sources) or str(applied.get("source") or f"run {folder.name}")
     typed = typed_in_place(applied)

@@ -79,6 +79,7 @@ def show(
     if estimates:
         flops = sum(costs.flops(work) for work in estimates)
         console.print(f"about {flops:.1e} operations, without what a method adds")
+    # Some searches and studies do not know their work in advance.
     estimated = {work.stage for work in estimates}
     unknown = " and ".join(
         f"the {stage}"
@@ -151,6 +152,7 @@ def estimate_run(
     if "search" in stages:
         estimates += _estimate_search(config, run, characters)
     if "study" in stages and config.study:
+        # A study tells its work as numbers, or as examples that pass through the model.
         for reading in config.study.workload(run):
             if isinstance(reading, StudyWorkload):
                 estimates.append(

@@ -132,6 +132,7 @@ def execute(
         out = run.out
         damaged = out.damaged()
         stages = config.stages
+        # Nothing is left to compute; at most the page is made again.
         if not damaged and _has_ended(out, config):
             if _has_current_report(out, config):
                 console.print("finished before: nothing is computed again")
@@ -145,6 +146,7 @@ def execute(
         if damaged:
             names = ", ".join(damaged)
             console.print(f"damaged: {names}; made again, rows that are whole are kept")
+        # A run may be continued on another machine.
         earlier_machines = out.hardware()
         out.resume(stages, config.raw, facts)
         if earlier_machines and out.hardware() != earlier_machines:
@@ -157,6 +159,7 @@ def execute(
         if config.budget is None:
             _announce_long_run(config, run)
         _record_begin(out, plan)
+        # A server's tokens and money are counted and limited.
         if config.uses_model and not config.model.in_process:
             from posbench.pipeline import served_run
 
@@ -167,6 +170,7 @@ def execute(
                 _worker_pool(config, run, worker_main),
             ):
                 for stage in stages:
+                    # The page needs the rows of all processes.
                     if stage == "report":
                         _merge_shards(run)
                     with (

@@ -408,6 +408,7 @@ def provenance(
         "identity": dict(run_identity),
         "files": [content.fact for content in read],
     }
+    # A method that was taken from another run.
     if config.constants:
         facts["constants"] = {
             constants.method: {

@@ -175,12 +175,15 @@ def make_shard(
     run.shard = shard
     run.out.path.mkdir(parents=True, exist_ok=True)
     with owning(run.out.path):
+        # The stages whose rows can be divided among processes.
         row_stages = {stage: stage_module(stage) for stage in ROW_STAGES}
         if run.out.status()["state"] == MIXED:
             for name in (STATUS, *(module.FILE for module in row_stages.values())):
                 (run.out.path / name).unlink(missing_ok=True)
+        # The search ran in the process that owns the run.
         run.method.use(read_found_parameters(main_out))
         status = run.out.status()
+        # Merging adds these machines to the run's provenance.
         machines = [*status.get(HARDWARE, []), describe_hardware()]
         run.out.write_facts(STATUS, {**status, HARDWARE: list(dict.fromkeys(machines))})
         for stage, module in row_stages.items():

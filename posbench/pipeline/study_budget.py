@@ -183,6 +183,7 @@ def plan_study(
     """
     budget = config.budget
     assert budget is not None
+    # Prompts, tokens or money: no time has to be measured.
     if budget.seconds is None:
         chooser = StudyChooser(config, reader)
         price = counted_price(config)
@@ -218,6 +219,7 @@ def plan_study(
 
     # First with an assumed ratio, then with that of a trial.
     chosen = choose_within(seconds_spent(), FIRST_TIME_RATIO)
+    # The trial itself takes time, which is then no longer available.
     factor = _measure_factor(chooser, chosen, reading_seconds, run)
     spent = seconds_spent()
     chosen = choose_within(spent, factor)

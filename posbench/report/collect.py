@@ -419,6 +419,7 @@ def _entry(
     """
     inspection = _Inspection()
     inspection.check_configs(folders)
+    # A sweep is shown rather than single runs.
     newest_sweeps = sorted(
         (folder for folder in folders if folder in sweeps),
         key=lambda folder: (folder / JOBS).stat().st_mtime,

@@ -145,6 +145,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     config = run.config()
     make_importable(run)
     sections = _study_sections(folder, config)
+    # A run has scores or a study; one with neither shows at least its experiment's claims.
     if metrics is not None:
         sections += _score_sections(folder, metrics, subsets)
     # Neither scores nor a study: at least the claims of its experiment.
@@ -161,6 +162,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     attention = read_csv(folder / "attention.csv")
     if attention is not None:
         sections.append(attention_section(attention))
+    # What the search found, and whether it holds on held-back prompts.
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += held_back.sections(read_csv(folder / held_back.TABLE_FILE))
@@ -175,6 +177,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         return headline(metrics, delivery), sections
     if findings is not None:
         return study_answer(findings), sections
+    # Neither scores nor claims: times, or the gain of a search.
     return describe_measurements(folder) or headline(None), sections
 
 

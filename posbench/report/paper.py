@@ -183,6 +183,7 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
         label: Label of a sweep's settings: a column of this name holds the
             settings of each row, `all` if a row holds for several. Empty for a run.
     """
+    # Equal cells of several settings become one row that lists the settings.
     settings_of: dict[tuple[str, ...], list[str]] = {}
     for row in table.rename(columns={"ours": "value"}).itertuples():
         verdict = f"{row.verdict} (near zero)" if row.near_zero else str(row.verdict)
@@ -303,6 +304,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
         margin = _margin(row)
         names: Row = {name: str(row[name]) for name in CELL_COLUMNS}
         facts = {"paper": value, "near_zero": abs(value) <= margin}
+        # Several rows of ours in a sweep, one for each setting.
         matches = _matches(metrics, row)
         if matches.empty:
             verdict = "not measured" if names["model"] in models else OTHER_MODEL

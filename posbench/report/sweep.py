@@ -300,9 +300,11 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     subsets = read_csv(folder / "subsets_summary.csv")
     trend = read_csv(folder / "trend.csv")
     findings = read_csv(folder / "findings.csv")
+    # Its runs judged claims and scored nothing.
     if summary is None:
         return _render_verdicts(folder, command)
     axes = setting_columns(summary)
+    # A figure of hundreds of settings would not be readable.
     drawn_runs = _spread_runs(summary, axes)
     num_drawn = drawn_runs.nunique()
     num_runs = summary["run"].nunique()
@@ -319,6 +321,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
         caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
         figures = {"attention": (figure, caption + drawn_note)}
         sections.append(Section("Attention", figures=figures))
+    # A swept number has a trend; other settings have claims alone.
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the unmodified model."
         figures = {"trend": (plots.trend(trend), caption)}
@@ -636,6 +639,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
         if len(averages) > 1:
             average = f"Over {len(averages)} settings of {label}, {average}"
         parts.append(average)
+    # Settings without valid scores are named apart.
     without = [setting.name for setting in settings if setting.lacks_answers]
     if without:
         names = ", ".join(without[:MAX_LISTED])
@@ -653,6 +657,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
             f"of {counts.total()} compared with the unmodified model, {changes}"
         )
     parts += _bias_parts(settings)
+    # Of the unmodified model, which may differ between settings of the task.
     shapes = Counter(setting.base_shape for setting in settings if setting.base_shape)
     num_without = sum(
         bool(setting.baseline and not setting.base_shape) for setting in settings

@@ -367,6 +367,7 @@ class RunDir:
         stage_records = self._records_to_keep(stages, recorded_stages, damaged)
         config_checksum = hashlib.sha256(text.encode()).hexdigest()
         stage_records["config"] = {"files": {CONFIG: config_checksum}}
+        # Written before files are removed, so that a killed process leaves a consistent record.
         new_status = {
             "state": "running",
             "error": None,

@@ -206,6 +206,7 @@ class ResumableRows:
                 )
                 while queue:
                     for done in attempt_each(attempt, _drained(queue)):
+                        # Memory was too small: this batch and all waiting ones are split in two.
                         if done.is_too_large:
                             message = (
                                 "%s: out of memory with %d prompts: smaller batches"

@@ -367,6 +367,7 @@ class ChannelSearch(DeploySearch):
                 loss = shipped["deploy"]["loss"]
 
         num_examples = all_losses.shape[1]
+        # The table of all candidates, best first.
         order = np.argsort(losses, kind="stable")
         ranked = [candidates[i] for i in order]
         channels = [c.channels[0] for c in ranked]
@@ -383,6 +384,7 @@ class ChannelSearch(DeploySearch):
         table["n"] = num_examples
         write_csv(run.out.path / "search.csv", table)
         shown_channel = channels[0]
+        # The result; without a winner all parameters stay null.
         block: dict[str, Any] = dict.fromkeys(self.finds)
         if best is not None:
             winner = candidates[best]
@@ -477,8 +479,10 @@ class ChannelSearch(DeploySearch):
     def _curves(self, averages: Mapping[str, Array], channel: int) -> pd.DataFrame:
         """Return a channel's averaged values per site, layer and token, and the sliding mean that the filter fits.
 
+        A site is where hidden states are read: the residual stream, or the input of attention.
+
         Args:
-            averages: As of :meth:`statistics`.
+            averages: Averaged states by site, shape (layers, tokens, channels) each.
             channel: The channel.
         """
         frames = []

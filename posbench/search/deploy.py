@@ -279,6 +279,7 @@ class DeploySearch(Search):
         groups = run.prompts.batches_by_length(
             list(pairs), lambda id_: sum(map(len, pairs[id_]))
         )
+        # Items are pairs of a method's index and a prompt's id; a batch has one method.
         batches = [
             [(index, id_) for id_ in group]
             for index in range(len(methods))

@@ -90,6 +90,7 @@ class GradientSearch(ScaleSearch):
         start = float(self.start)
         scales = torch.full((lm.layers,), start, device=lm.device, requires_grad=True)
         optimizer = torch.optim.Adam([scales], lr=self.learning_rate)
+        # A killed search goes on after its last epoch.
         state = load_state(run)
         history: list[dict[str, float]] = state.get("history", [])
         if state:
@@ -118,6 +119,7 @@ class GradientSearch(ScaleSearch):
 
         unmodified = (1.0,) * lm.layers
         trained = tuple(scales.tolist())
+        # Accuracy of the result, by generated replies.
         scores = Scores(
             self, np.array(positions), make_evaluator(lm, run.task, examples)
         )

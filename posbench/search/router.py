@@ -135,6 +135,7 @@ class RouterSearch(Search):
         router_logits: dict[int, torch.Tensor] = {}
         queue: list[Sequence[int]] = []
         steps = []
+        # Only the routers are trained.
         lm.model.requires_grad_(False)
         try:
             listen = router_logits.__setitem__
@@ -153,6 +154,7 @@ class RouterSearch(Search):
                             ]
                         )
                         aux = auxiliary_loss(logits, top_k)
+                        # Gradients add up over the batch, one text at a time.
                         ((loss + self.aux * aux) / self.batch).backward()
                         largest_weight = (
                             mixture_weights(logits.detach(), top_k).amax(-1).mean()

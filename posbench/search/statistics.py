@@ -87,6 +87,7 @@ def paper_filter(
     direction = rising.astype(np.int8) - falling.astype(np.int8)
 
     monotone = direction != 0
+    # Layers over which smoothness is summed.
     counted = monotone if monotone_only else np.ones_like(monotone)
     num_counted = counted.sum(0)
     measured = means
@@ -142,6 +143,7 @@ def official_filter(hidden: Array) -> ChannelStatistics:
     design = np.vander(x / x[-1], 4, increasing=True)
     solve = np.linalg.pinv(design)
     for row in range(2, num_rows - 1):
+        # A cubic least-squares fit of every channel at once.
         fitted = design @ (solve @ _scaled_to_unit(curves[row, OFFICIAL_SKIP:]))
         steps = np.diff(fitted, axis=0)
         moves = np.isfinite(steps).all(0) & (np.abs(steps).max(0) > 0)
@@ -157,6 +159,7 @@ def official_filter(hidden: Array) -> ChannelStatistics:
             smoothness[row, usable] = (np.diff(smooth, n=2, axis=0) ** 2).sum(0)
     rising = direction == 1
     falling = direction == -1
+    # Only layers in the direction that more layers have.
     majority = np.where(rising.sum(0) > falling.sum(0), rising, falling)
     num_monotone = majority.sum(0)
     lowest = np.where(majority, smoothness, np.inf).min(0)

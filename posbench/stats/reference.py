@@ -196,12 +196,14 @@ class Reference:
             raise UserError(key, self.paper_task, allowed, "check the name")
         self._check_names(printed, methods)
 
+        # Blank cells say that the paper did not measure.
         filled = printed[~printed["value"].isin(BLANKS)]
         values = pd.to_numeric(filled["value"], errors="coerce")
         for text in filled.loc[values.isna(), "value"]:
             key = "experiment.reference.file"
             hint = f"correct {self.file}, or leave the cell blank"
             raise UserError(key, text, "numbers in the column value", hint)
+        # All values become shares, 0..1.
         is_percent = self.percent | filled["metric"].str.endswith("(%)")
         # Our name of the paper's task may be ``task/subset``.
         task_and_subset = filled["task"].map(tasks).str.partition("/")

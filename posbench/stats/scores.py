@@ -133,6 +133,7 @@ class Tabulator:
         notes = self._missing_notes(frame)
         lines = []
         for group in self._groups(frame, metrics):
+            # Rows at each gold position, for metrics that make sense there.
             if group.metric in (task_metric, *self.task.metrics_by_position):
                 asked = group.rows
                 if group.label == task_metric:
@@ -147,6 +148,7 @@ class Tabulator:
                             "note": "",
                         }
                     )
+            # Then the row over all positions; a mean over subsets, where the task says so.
             total = totals.get((group.method, group.label))
             is_missing = group.label == task_metric and bool(notes[group.method])
             if total is None and (len(group.rows) or is_missing):
@@ -179,6 +181,7 @@ class Tabulator:
             )
         )
         statistics += self._missing_statistics(frame, notes, statistics)
+        # Position bias and its parts.
         for row in statistics:
             line = self._line(row.method, row.statistic, row.estimate)
             cells: Mapping[str, Any] = OVER_ALL

@@ -274,6 +274,7 @@ class AttentionToGold(Study):
         maps = tables["maps"]
         head_maps = tables["head_maps"]
         lengths = tables["lengths"]
+        # The maps are of the task's own number of items.
         num_items = int(maps["item"].max()) + 1
         used_layers = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
         figures: dict[str, tuple[Figure, str]] = {}
@@ -429,6 +430,7 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     maps = tables["maps"]
     layers = tables["layers"]
     used_layers = layers.loc[layers["used"], "layer"].tolist()
+    # Attention to the gold item by layer and gold position.
     gold_maps = maps[maps["item"] == maps["gold_position"]]
     gold_maps = gold_maps.pivot(
         index="layer", columns="gold_position", values="attention"
@@ -471,6 +473,7 @@ def _length_finding(examples: pd.DataFrame) -> Finding:
     if len(rows_by_items) < 2:
         note = "one number of items only: study.items=[16,32,64]"
         return Finding.untestable(*LENGTH, note, n)
+    # A model that fails even at the ends shows nothing about length.
     end_scores = {}
     for items, rows in rows_by_items.items():
         curve = rows.groupby("gold_position")["score"].mean()
@@ -490,12 +493,14 @@ def _length_finding(examples: pd.DataFrame) -> Finding:
         draws.append(dip_draws)
     doublings = np.log2(list(rows_by_items))
     attention = [rows["attention"].mean() for rows in rows_by_items.values()]
+    # How attention falls with the number of items, for the note.
     slope = np.polyfit(doublings, np.log2(attention), 1)[0]
     listed = ", ".join(
         f"{items}: {dip:.2f}" for items, dip in zip(rows_by_items, values, strict=True)
     )
     note = f"dips: {listed}; for each doubling the attention itself is multiplied by {2**slope:.2f}"
     num_questions = min(rows["cluster"].nunique() for rows in rows_by_items.values())
+    # A finding for each step; the claim is about all of them.
     growth = np.diff(values)
     growth_draws = np.diff(np.stack(draws), axis=0)
     steps = []
@@ -548,6 +553,7 @@ def retrieval_scores(
         p (share of shuffles in which some score reaches this one), gold_attention, ratio (to the attention to
         distractors), retrieval, n. Among several gold items the one at ``gold_position`` has to come first.
     """
+    # How often each position is gold: the score of a unit that always picks one item.
     counts = np.bincount(positions, minlength=int(largest.max()) + 1)
     position_shares = counts / len(positions)
     is_gold = largest == positions[:, None]
@@ -564,6 +570,7 @@ def retrieval_scores(
     )
     rng = np.random.default_rng(0)
     largest_scores = np.empty(SHUFFLES)
+    # The largest score of any unit that chance gives.
     for shuffle in range(SHUFFLES):
         shuffled = rng.permutation(positions)[:, None]
         largest_scores[shuffle] = ((largest == shuffled).mean(0) - expected).max()

@@ -257,7 +257,7 @@ class BiasSource(Study):
             yield
 
     def figures(self, tables: Tables) -> Drawn:
-        """See :meth:`Study.figures`."""
+        """Draw the share of the gap that each intervention closes; nothing where there is no gap."""
         caption = (
             "Share of the gap that each intervention closes, with 95 % intervals; line: a third. The gap is the loss "
             "of the right answer at the worst gold position minus that at the best one."

@@ -215,6 +215,7 @@ def _examples(name: str, subset: Benchmark, line: Line) -> Iterator[Example]:
                 )
             yield example
             continue
+        # An answer such as "True [fact: False]": by the story, and in the world.
         truth_and_fact = _TRUTH_AND_FACT.fullmatch(gold_answer.lower())
         if not truth_and_fact:
             line.refuse(

@@ -220,6 +220,7 @@ class LongBench(EvaluationOnly):
             length = line.take("length", int)
             bucket = next(name for name, end in BUCKETS.items() if length < end)
             subset = f"{task}/{bucket}"
+        # As the benchmark's program does; Yu et al. also ask for one token at least.
         stops_at_line_break = self.protocol == "official" and task == "samsum"
         needs_token = self.protocol == "yu" or task == "samsum"
         return Example(

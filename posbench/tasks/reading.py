@@ -271,6 +271,7 @@ def _rows(
                 if not text.strip():
                     continue
                 line = Line({}, field, file_label, number)
+                # readline() stopped inside the line.
                 if len(text) == MAX_LINE_CHARACTERS and not text.endswith("\n"):
                     line.refuse(f"lines of fewer than {MAX_LINE_CHARACTERS} characters")
                 row = None

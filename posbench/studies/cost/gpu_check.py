@@ -90,6 +90,7 @@ def setups(device: torch.device, gpus: int, flash: bool) -> list[Setup]:
     no_gpu = ""
     if device.type != "cuda":
         no_gpu = "runtime.device=cpu" if gpus else "no GPU on this machine"
+    # A missing GPU is the first reason for everything else.
     no_flash = no_gpu
     if not no_gpu and not flash:
         no_flash = "flash-attn is not installed"

@@ -110,6 +110,7 @@ class PackedLoop:
         values = [weight.new_empty(shape) for _ in self._layers]
         channels = self._channels.unique()
         inputs = [weight.new_empty(trie.size, len(channels)) for _ in self._layers]
+        # Each segment attends to the stored tokens before it and to itself.
         for segment in trie.segments:
             ids = torch.tensor(prompts[segment.prompt][segment.start :])
             past = slots[segment.prompt][: segment.start]
@@ -118,12 +119,14 @@ class PackedLoop:
             cos, sin = self._rotation(seen.to(weight.device))
             open_keys = torch.arange(len(past) + len(new)) <= seen[:, None]
             x = self._model.model.embed_tokens(ids.to(weight.device))  # type: ignore[operator, union-attr]
+            # Transformer layers, by hand.
             for number, layer in enumerate(self._layers):
                 h = layer.input_layernorm(x)
                 inputs[number][new] = h[:, channels]
                 key = _rotated(self._heads(layer.self_attn.k_proj(h)), cos, sin)
                 value = self._heads(layer.self_attn.v_proj(h))
                 keys[number][:, new], values[number][:, new] = key, value
+                # After the last layer's keys and values nothing else is needed.
                 if number == len(self._layers) - 1:
                     break
                 query = _rotated(self._heads(layer.self_attn.q_proj(h)), cos, sin)
@@ -158,6 +161,7 @@ class PackedLoop:
                     torch.arange(len(prompt_slots), device=weight.device)
                 )
                 for index, channel in enumerate(channels.tolist()):
+                    # A channel's part of the keys is its value times this column.
                     column = layer.self_attn.k_proj.weight[:, channel]
                     column = column.view(-1, 1, self._head_size)
                     term = (
@@ -174,6 +178,7 @@ class PackedLoop:
         """Return the logits [B * M, t, V] of tokens [B * M, t] that follow the ones computed so far."""
         rows, num_tokens = tokens.shape
         prompts, settings = len(self._prompts), len(self._factors)
+        # Tokens of the replies that were computed in earlier steps.
         before = 0 if self._own[0] is None else self._own[0][0].shape[1]
         steps = before + torch.arange(num_tokens, device=tokens.device)
         starts = torch.tensor(self._lengths, device=tokens.device)
@@ -197,6 +202,7 @@ class PackedLoop:
             query = _rotated(attention.q_proj(scaled).view(shape), cos, sin)
             key = _rotated(attention.k_proj(scaled).view(shape), cos, sin)
             value = attention.v_proj(h).view(shape)
+            # Keys and values of the replies' own tokens, which no other row shares.
             own = self._own[number]
             if own is not None:
                 key, value = torch.cat([own[0], key], 1), torch.cat([own[1], value], 1)
@@ -218,6 +224,7 @@ class PackedLoop:
             if num_tokens > 1:
                 by_token = own_scores.unflatten(3, (-1, num_tokens))
                 own_scores = by_token.masked_fill(later_tokens, -math.inf).flatten(3, 4)
+            # Shared keys are read once for all settings of a prompt.
             outputs = []
             for prompt in range(prompts):
                 queries = query[prompt].flatten(2, 3)

@@ -57,6 +57,7 @@ class Precision(Study):
         drifts: list[Row] = []
         with run.progress("weight types", 1 + len(self.dtypes)) as advance:
             lm = _load(run, "float64")
+            # The reference: float64, one prompt at a time.
             exact = {
                 name: next_logits(lm, method, prompts, 1)
                 for name, method in methods.items()
@@ -77,6 +78,7 @@ class Precision(Study):
                         drifts.append({**key, "batch": size, **drift})
                 advance(1)
         unmodified = exact.pop(UNMODIFIED)
+        # What the methods themselves change, to compare the errors with.
         for name, exact_logits in exact.items():
             effect = compare(exact_logits, unmodified)
             errors.append({"method": name, "weights": "float64", **effect})

@@ -85,6 +85,7 @@ class SearchCost(TimingStudy):
         children = [search.mutate(parent, rng, num_layers) for parent in parents]
         num_offspring = search.mutations + search.crossovers
         copies = num_offspring // len(children) + 1
+        # As many candidates as a generation has.
         offspring = (children * copies)[:num_offspring]
 
         def fitness() -> None:

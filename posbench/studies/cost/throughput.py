@@ -256,6 +256,7 @@ class Throughput(TimingStudy):
         }
         operations: dict[str, float] = {}
         costs = Costs.of(lm)
+        # The evaluate stage, without and with shared prefills.
         for way, runtime in runtimes.items():
             stage_run = replace(run, task=task, runtime=runtime)
             plan = stage_plan(replace(stage_run), lm, examples, methods)

@@ -98,6 +98,7 @@ class TimingStudy(Study):
                 results[way] = function()
                 _synchronize(device)
                 duration = clock() - start
+                # The first round warms up.
                 if round_index > 0:
                     seconds[way].append(duration)
                 advance(1)
@@ -246,6 +247,7 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
                 capsize=2,
                 label="posbench",
             )
+            # The paper's own ratios, where it has some.
             printed = _printed_ratios(row, rows)
             if printed:
                 axes.plot(printed, [y] * len(printed), **plot.PAPER_MARKER)
