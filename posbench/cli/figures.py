@@ -392,7 +392,7 @@ def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
 def _reason_to_leave_out(
     experiment: Experiment, facts: Mapping[str, Any], overrides: Sequence[str]
 ) -> str:
-    """Why an experiment that was not named does not run; empty, and inspected, if it does.
+    """Return why an experiment that was not named does not run; empty if it does, and then it is inspected.
 
     Args:
         experiment: The experiment.

@@ -394,13 +394,14 @@ def window_period(fix: Fix, config: Any, head_size: int, large: int) -> int:
         fix: The fix whose model it is.
         config: The text model's config.
         head_size: Coordinates of a head.
-        large: See :class:`Architecture`.
+        large: Number of layers of the size whose queries are scaled by hidden size / heads.
 
     Raises:
         UserError: There is no such n, or llama.cpp scales queries by another number.
     """
     is_full = [kind == "full_attention" for kind in config.layer_types]
     period = 1 + (*is_full, True).index(True)
+    # What llama.cpp scales queries by.
     query_size: float = head_size
     if len(is_full) == large:
         query_size = config.hidden_size / config.num_attention_heads

@@ -114,7 +114,7 @@ class MethodChoice:
 
         Args:
             found: Parameters by name.
-            part: The part whose parameters these are; None: the method itself.
+            part: The part of a composed method whose parameters these are; None: the method itself.
             hint: Hint for a missing parameter, with ``{key}``.
 
         Raises:

@@ -118,7 +118,10 @@ def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Run a function of an LM :func:`exclusive`, and name the layer if it raises :class:`NotFinite`."""
+    """Wrap a method of LM so that it runs :func:`exclusive`, and an error names the layer that gave NaN or infinity.
+
+    The call is repeated with a check of every layer only if it raised :class:`NotFinite`.
+    """
 
     @functools.wraps(call)
     def run(lm: Any, *args: P.args, **kwargs: P.kwargs) -> T:

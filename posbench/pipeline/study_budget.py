@@ -264,6 +264,7 @@ def describe_long_study(config: Config, run: Run) -> str:
         if total >= seconds:
             return f"{line}; budget={text} holds all of it"
         chosen = chooser.choose(seconds_of, total)
+        # A pair: settings of the task, and the study's first size.
         if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
             sizes = spelled({**chosen[0], **chooser.settings_for(chosen[1])})
             return f"{line}; budget={text} chooses smaller sizes, about {sizes}"

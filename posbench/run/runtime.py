@@ -139,6 +139,5 @@ class Runtime:
         assert match is not None, "checked when it was made"
         number, prefix, binary = match.groups()
         # 1 GiB is 1024 MiB, 1 GB is 1000 MB.
-        # 1 GiB is 1024 MiB, 1 GB is 1000 MB.
         base = 1024 if binary else 1000
         return int(float(number) * base ** SIZE_PREFIXES.index(prefix))

@@ -113,6 +113,7 @@ class DeploySearch(Search):
         task: Any = self.side_task
         with renamed("task.", "search.side_task."):
             examples = (
+                # Such a task has no calibration prompts.
                 task.evaluation()
                 if isinstance(task, EvaluationOnly)
                 else task.examples("calibration")

@@ -179,7 +179,7 @@ class RouterSearch(Search):
         routers: Mapping[int, Router],
         method: MoICE,
     ) -> dict[str, list[float]]:
-        """Loss of each text under the unmodified model, an even mixture, and the trained one.
+        """Return the loss of each text under the unmodified model, an even mixture, and the trained one.
 
         Args:
             lm: The model.

@@ -266,7 +266,7 @@ def code_similarity(reply: str, gold: str) -> float:
 
 
 def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
-    """F of ROUGE-1, ROUGE-2 and ROUGE-L with Google's ``rouge_score``, no stemming (ZeroSCROLLS)."""
+    """Return the F scores of ROUGE-1, ROUGE-2 and ROUGE-L by Google's ``rouge_score``, no stemming (ZeroSCROLLS)."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)

@@ -107,7 +107,7 @@ class PosbenchForCausalLM(Base):
     def record_rotary_inputs(
         self, rotary: Any, args: Any, kwargs: Any, tables: Any
     ) -> None:
-        """Record the positions [B, T] of a forward.
+        """Forward hook of the rotary embedding: record the positions [B, T] of a forward.
 
         Models with several kinds of layers call their rotary embedding once per kind.
         """
@@ -121,9 +121,18 @@ class PosbenchForCausalLM(Base):
     def prepare_layer(
         self, layer_kind: str | None, attention: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Before a layer's attention: identity tables, and the state for `attend`.
+        """Hook before a layer's attention: identity tables, and the state for `attend`.
 
-        With these tables the layer rotates nothing and caches un-rotated keys.
+        With cos = 1 and sin = 0 the layer rotates nothing and caches un-rotated keys.
+
+        Args:
+            layer_kind: Kind of the layer, where the model has several.
+            attention: The attention module.
+            args: Its arguments.
+            kwargs: Its arguments by name, among them the cache.
+
+        Returns:
+            The changed arguments.
         """
         if attention.config._attn_implementation != self.attention_name:
             raise ValueError(
@@ -160,7 +169,13 @@ class PosbenchForCausalLM(Base):
     def rotary_tables(
         self, layer_kind: str | None, positions: Tensor, base: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T, r] at positions [B, T], under another base if given."""
+        """Return cos and sin [B, T, r] at positions [B, T].
+
+        Args:
+            layer_kind: Kind of the layer, where the model has several.
+            positions: The positions, which may be fractions.
+            base: theta of the rotation; None: the model's own frequencies.
+        """
         rotary = self.get_submodule(self.config.posbench["where"]["rotary"])
         like_hidden = self.rotary_inputs[layer_kind][0]
         original = rotary._buffers.get("inv_freq")
@@ -264,7 +279,10 @@ def attend(
 
 
 def ms_poe(call: AttentionCall) -> Tensor:
-    """Output [B, T, H, d] where each head divides positions by a ratio of its own."""
+    """Return the attention output [B, T, H, d] of Ms-PoE: each head divides positions by a ratio.
+
+    Ratios are chosen once, at the end of the prompt, and kept for generated tokens.
+    """
     tables = call.state.rotary_tables
     prompt_values = call.state.prompt_values
     if "ratios" not in prompt_values:
@@ -293,7 +311,7 @@ def ms_poe(call: AttentionCall) -> Tensor:
 
 
 def head_ratios(call: AttentionCall) -> Tensor:
-    """The ratio of each head, [B, H], by its number of outlying attention weights.
+    """Return the ratio of each head, [B, H], by its number of outlying attention weights.
 
     A weight in the row of the last prompt token is outlying if it is alpha times the
     mean (Zhang et al. 2024, Algorithm 1). Ratios grow evenly over the ranks of heads.
@@ -346,9 +364,10 @@ def moice(call: AttentionCall) -> Tensor:
 
 
 def base_weights(attention: Any, query: Tensor, constants: Any) -> Tensor:
-    """Weights [B, H, T, N] of the bases for queries [B, H, T, d].
+    """Return the weights [B, H, T, N] of the bases for queries [B, H, T, d].
 
-    They sum to 1; only the largest ``top_k`` of a token and head are not 0.
+    They sum to 1; only the largest ``top_k`` of a token and head are not 0. Without a
+    router all are equal.
     """
     num_bases = len(constants["bases"])
     if not constants.get("router"):

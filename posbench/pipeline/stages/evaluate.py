@@ -218,7 +218,14 @@ def write_metrics(
 
 
 def _tabulator(task: Task, model: str, resamples: int, out: RunDir) -> Tabulator:
-    """The tabulator of a run's rows; the arguments are those of :func:`write_metrics`."""
+    """Return what computes the tables of a run's rows.
+
+    Args:
+        task: The task.
+        model: The model's name.
+        resamples: Bootstrap draws behind an interval.
+        out: The run folder.
+    """
     served = out.config().get("model") or {}
     return Tabulator(
         task=task,

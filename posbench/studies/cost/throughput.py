@@ -148,6 +148,7 @@ class Throughput(TimingStudy):
         )
         generated = task.examples("evaluation")[:count]
         values = [example.answers[0] for example in generated]
+        # The same prompts with choices: the right value and those of the next prompts.
         chosen = [
             replace(
                 example,
