@@ -414,7 +414,7 @@ def text_with_value(
 
 
 def _notes(filler: str, characters: int) -> str:
-    """Return lines of a JSON object, ``characters`` long in all, that hold pieces of the filler."""
+    """Return lines of a JSON object, ``characters`` long in all, that hold pieces of a filler text."""
     words = filler * (characters // max(len(filler), 1) + 1)
     lines = list[str]()
     while characters > 0:

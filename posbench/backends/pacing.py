@@ -287,11 +287,17 @@ class ServerSpeed:
         )
 
     def seconds_of_request(self, characters: float, reply_tokens: float) -> float:
-        """Return the seconds of one request sent alone, interpolated linearly between the timed lengths."""
+        """Return the seconds of one request sent alone, interpolated linearly between the timed lengths.
+
+        Args:
+            characters: Characters of the prompt.
+            reply_tokens: Tokens of the reply.
+        """
         points = self.points
         lengths, seconds = zip(*points, strict=True)
         reading = float(np.interp(characters, lengths, seconds))
         longest, longest_seconds = points[-1]
+        # Outside the timed lengths, in proportion to the nearest.
         if characters > longest:
             slope = longest_seconds / max(longest, 1)
             reading = longest_seconds + slope * (characters - longest)

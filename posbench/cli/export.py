@@ -375,10 +375,16 @@ def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
 def _method_to_write(
     form: base.Format, run: Run, requested: Method, exact: bool
 ) -> Method:
-    """The method; or its variant that acts on all tokens (its twin), where the format folds only that into weights.
+    """Return the method to write: the requested one, or its twin for all tokens where the format folds only that.
+
+    Args:
+        form: The format.
+        run: The run, whose model the method changes.
+        requested: The method.
+        exact: Whether the twin is forbidden.
 
     Raises:
-        UserError: ``exact`` forbids the variant, which the format could hold.
+        UserError: ``exact`` forbids the twin, which the format could hold.
     """
     if not form.folds or requested.folded(run.lm) is not None:
         return requested
@@ -428,7 +434,11 @@ def _side_effects(
 
 
 def _fix(run: Run, method: Method) -> base.Fix:
-    """The method on the model of a run, as a fix to be written."""
+    """Return a method on the model of a run, with what the files of an export need: base, dtype, how to load it again.
+
+    Raises:
+        UserError: The model runs without the rotary embedding that its config has.
+    """
     config = run.model
     if config.rope == "none":
         allowed = "checkpoint: other engines would apply the rotary embedding that this setting removes"

@@ -240,7 +240,7 @@ def _raise_terminated(*_: object) -> None:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does; only the main thread gets signals."""
+    """Let SIGTERM end the block as Ctrl-C does; outside the main thread, which alone gets signals, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -393,7 +393,11 @@ def _refuse_unknown_verb(args: Sequence[str]) -> None:
 
 
 def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
-    """Do the work that jobs of a sweep share.
+    """Do the work that jobs of a sweep share: rows of runs that differ in their methods alone.
+
+    Args:
+        jobs: The jobs.
+        command: The command line, for the record.
 
     Returns:
         The model that a job can use, by its number.

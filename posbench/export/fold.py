@@ -143,7 +143,11 @@ def column(lm: LM, name: str, channel: int) -> Tensor:
 def rotary_config(
     config: PreTrainedConfig, change: CheckpointChange
 ) -> PreTrainedConfig:
-    """A copy of a model's config with the rotary embedding of a folded method.
+    """Return a copy of a model's config with the rotary embedding of a folded method.
+
+    Args:
+        config: The config.
+        change: The method as a change of the checkpoint.
 
     Raises:
         UserError: The architecture's config does not take it.

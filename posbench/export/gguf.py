@@ -269,6 +269,10 @@ def named_rows(fix: Fix) -> Iterator[tuple[str, Tensor]]:
 def need_rounded_weights(fix: Fix, file: Path) -> None:
     """Refuse a file in Q8_0 whose matrices are not the fix's, rounded.
 
+    Args:
+        fix: The fix that was written.
+        file: The GGUF file.
+
     Raises:
         UserError: A number is further off than Q8_0 rounds.
     """
@@ -349,7 +353,11 @@ def metadata(fix: Fix, change: CheckpointChange) -> dict[str, Any]:
 
 
 def rope_metadata(fix: Fix, rope_parameters: Any) -> dict[str, Any]:
-    """The rotary embedding's part of :func:`metadata`, from the config's parameters.
+    """Return the rotary embedding's part of :func:`metadata`.
+
+    Args:
+        fix: The fix.
+        rope_parameters: The config's parameters; in models with sliding windows by kind of layer.
 
     Raises:
         UserError: llama.cpp does not implement the embedding.

@@ -561,7 +561,11 @@ def _keys_stay(cache: Any) -> bool:
 
 
 def _check_cache(cache: Any) -> None:
-    """Raise ValueError for a cache of fixed size, whose keys cannot be replaced."""
+    """Refuse a cache of fixed size, whose keys cannot be replaced.
+
+    Raises:
+        ValueError: It is one.
+    """
     growing = transformers.cache_utils.DynamicLayer
     if not all(isinstance(layer, growing) for layer in cache.layers):
         kind = type(cache).__name__
@@ -573,7 +577,13 @@ def _check_cache(cache: Any) -> None:
 def _select_tokens(
     call: Mapping[str, Any], tokens: slice, num_tokens: int
 ) -> dict[str, Any]:
-    """Return the arguments of a forward over ``num_tokens`` tokens, restricted to some tokens."""
+    """Return the arguments of a forward over ``num_tokens`` tokens, restricted to some of them.
+
+    Args:
+        call: The arguments by name.
+        tokens: The tokens to keep.
+        num_tokens: Number of all tokens.
+    """
     return {
         name: _select_from_argument(name, value, tokens, num_tokens)
         for name, value in call.items()
@@ -616,7 +626,16 @@ def scale_layer_range(published: tuple[int, int], count: int) -> tuple[int, int]
 
 
 def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
-    """Raise UserError unless every channel lies inside the model's hidden size."""
+    """Refuse channels outside the model's hidden size.
+
+    Args:
+        lm: The model.
+        name: Config key of the channels, for the error.
+        channels: The channels.
+
+    Raises:
+        UserError: Names those allowed.
+    """
     width = families.text_config(lm.model).hidden_size
     repeated = len(set(channels)) != len(channels)
     if not channels or repeated or any(not 0 <= c < width for c in channels):

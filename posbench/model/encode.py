@@ -300,7 +300,17 @@ class Encoder:
         document: tuple[int, int] | None = None,
         separator: str = "",
     ) -> Encoded:
-        """Return a whole prompt unchanged if it fits, else shortened; arguments and errors as of :meth:`encode`."""
+        """Return a whole prompt unchanged if it fits, else shortened.
+
+        Args:
+            encoded: The whole prompt.
+            form: How it was rendered: arguments of :meth:`render`.
+            truncation: As all that follow: see :meth:`encode`, also for the errors.
+            reserve: Tokens to keep free for the answer.
+            most: Tokens of the prompt at most.
+            document: Character span that may be shortened.
+            separator: Text put where the document was cut.
+        """
         max_tokens = self.context_window - reserve
         prompt = encoded.prompt
         excess = len(encoded.ids) - max_tokens
@@ -445,7 +455,7 @@ class Encoder:
     ) -> list[Piece]:
         """Return the pieces of a prompt shortened by about ``removed`` tokens; empty if nothing is left to cut.
 
-        The other arguments are as of :meth:`encode`.
+        A piece is a text and where it begins in the prompt. The other arguments are as of :meth:`encode`.
         """
         if truncation == "middle":
             return self._cut_middle(prompt, removed)
@@ -532,6 +542,10 @@ class Encoder:
 
 def _place_of(prompt: str, text: str) -> tuple[int, tuple[int, int]]:
     """Find a prompt in the text that a chat template made of it; some templates strip the prompt.
+
+    Args:
+        prompt: The prompt.
+        text: The rendered text.
 
     Returns:
         Where its first character is, or would be unstripped, and the span of the text that it covers; an empty span if

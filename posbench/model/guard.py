@@ -238,9 +238,16 @@ def not_finite_error(lm: Any, fault: str) -> UserError:
 
 
 def check_parameters(model: nn.Module, name: str) -> None:
-    """Raise UserError if a parameter holds NaN or infinity; parameters that accelerate offloads are not read.
+    """Refuse a model with NaN or infinity in a parameter; parameters that accelerate offloads are not read.
 
     Compressed weights (8 bits and fewer) have no infinity.
+
+    Args:
+        model: The model.
+        name: Its name, for the error.
+
+    Raises:
+        UserError: Names the parameter.
     """
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
     for parameter, values in model.named_parameters():

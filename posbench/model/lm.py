@@ -391,10 +391,15 @@ class LM(Encoder):
     def answer_loss(
         self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8
     ) -> Tensor:
-        """Mean cross-entropy (nats per token) of each answer after its prompt, [N].
+        """Return the mean cross-entropy (nats per token) of each answer after its prompt, [N].
 
         The prompt runs first and the answer is fed on its cache, so that a method that treats the last prompt
         token apart (scale_channel) sees the same sequence of calls as in generation.
+
+        Args:
+            prompts: N prompts.
+            answers: The answer to each.
+            batch_size: Prompts per forward.
         """
         pairs = [self.answer_ids(p, a) for p, a in zip(prompts, answers, strict=True)]
         return self.answer_token_loss(pairs, batch_size=batch_size)

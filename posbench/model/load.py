@@ -497,7 +497,12 @@ def _experts_kernel(dtype: Dtype) -> str | None:
 def load_without_weights(
     config: ModelConfig, checkpoint: CheckpointReader, device: str
 ) -> LM:
-    """The model on the meta device, without weights: its parts, to compare settings with; it cannot be run.
+    """Return the model on the meta device, without weights: its modules, to compare settings with; it cannot be run.
+
+    Args:
+        config: The model's config.
+        checkpoint: Its config and tokenizer, from :func:`read_checkpoint`.
+        device: Device that the model is meant for.
 
     Raises:
         UserError: Device, kernel or tokenizer do not fit.

@@ -355,7 +355,12 @@ def segment_batches(
 
 
 def computed_spans(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int, int]]:
-    """The span (first token, end) of its prompt that each segment of a batch feeds to the model."""
+    """Return the tokens (first, end) of its prompt that each segment of a batch feeds to the model.
+
+    Args:
+        prompts: Token ids of each prompt.
+        batch: The segments.
+    """
     width = max(len(prompts[segment.prompt]) - segment.start for segment in batch)
     # All rows feed the same number of tokens, some from before their segment: then no row has a gap, which sliding
     # windows and ALiBi would count.

@@ -466,7 +466,7 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
 
 
 def _num_tokens_in_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens in the common prefix of two replies."""
+    """Return the number of tokens in the common prefix of two replies."""
     count = 0
     for token, other in zip(first, second, strict=False):
         if token != other:
@@ -481,7 +481,11 @@ def record_audit(out: RunDir, audit: Audit) -> None:
 
 
 def need_agreement(out: RunDir, audit: Audit) -> None:
-    """Refuse a run that is incomplete, or has rows that differ from the reply to the prompt alone.
+    """Refuse a run whose audit found faults, or replies that differ from those to each prompt alone.
+
+    Args:
+        out: The run's folder.
+        audit: The result of its audit.
 
     Raises:
         UserError: Rows differ, or there are faults.

@@ -187,7 +187,12 @@ def _spelled_value(value: Any) -> str:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return a config with other values under dotted keys ``group.field``, or with other ``stages``."""
+    """Return a config with other values.
+
+    Args:
+        config: The config.
+        settings: Values by dotted key ``group.field``, and the stages under ``stages``.
+    """
     for key, value in settings.items():
         if key == "stages":
             config = config.with_stages(value)
@@ -366,7 +371,14 @@ class Chooser:
             yield self._price_option(settings)
 
     def choose(self, available: float) -> tuple[_Option, int] | None:
-        """Return the way to ask, and the questions that fit; None where not one does."""
+        """Choose the best settings of the task in which enough questions fit.
+
+        Args:
+            available: Limit for the cost, in the budget's unit.
+
+        Returns:
+            The settings with their cost, and the number of questions at each gold position; None where not one fits.
+        """
         return choose(
             self.options(),
             lambda option, questions: option.cost(questions),
@@ -558,7 +570,7 @@ class Chooser:
             settings = changed
 
     def _intervene_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield ever fewer questions whose attention is measured."""
+        """Yield settings with ever fewer questions whose attention is measured; the first is empty, as configured."""
         yield {}
         if self._is_typed("runtime.intervene_examples"):
             return
@@ -737,6 +749,12 @@ def time_model(
     config: Config, reader: CheckpointReader, console: Console, max_seconds: float
 ) -> tuple[Run, Speed, Costs]:
     """Load a run's model, and time it on a few short prompts.
+
+    Args:
+        config: The run.
+        reader: Its model without weights.
+        console: Where progress goes.
+        max_seconds: After this time no further batch is timed.
 
     Returns:
         The run whose model was timed, its speed, and the model's sizes.

@@ -400,7 +400,7 @@ def measure_speed(
 
 
 def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Seconds in which a model reads prompts and generates ``tokens`` after each."""
+    """Return the seconds in which a model reads prompts and generates ``tokens`` after each."""
     started = time.perf_counter()
     lm.generate(
         prompts,
@@ -412,7 +412,7 @@ def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> f
 
 
 def _plain_reading(prompts: Sequence[Sequence[int]]) -> WorkEstimate:
-    """Workload of reading prompts that share nothing."""
+    """Return the work of reading prompts (token ids) that share nothing."""
     lengths = [len(prompt) for prompt in prompts]
     return WorkEstimate(
         "",

@@ -351,7 +351,10 @@ def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
 
 
 def _record_begin(out: RunDir, plan: BudgetPlan | None) -> None:
-    """Record the budget of this session, and clear the stop of an earlier one, for the run resumes."""
+    """Record the budget of this session in the provenance, and clear where an earlier session stopped.
+
+    The run goes on from there.
+    """
     facts = out.facts(PROVENANCE)
     if plan:
         facts["budget"] = plan.facts()
@@ -608,6 +611,10 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
     """Load the model and refuse settings that fail only with the weights, so that bad input leaves no folder behind.
 
     All else :func:`posbench.pipeline.prepare.prepare` has refused.
+
+    Args:
+        config: The run.
+        run: The same run.
 
     Returns:
         For the provenance, how a backend decodes, or the ``dtype`` of the weights in process.

@@ -128,7 +128,7 @@ def _is_hydra_key(override: str) -> bool:
 
 @contextmanager
 def _hydra_of(request: Request) -> Iterator[tuple[OverridesParser, list[str]]]:
-    """Hydra's Compose API on the folders of a request.
+    """Initialise Hydra's Compose API on the config folders of a request, for a block.
 
     Yields:
         Its parser, and the override that names all folders but the first.

@@ -93,7 +93,13 @@ def _search(config: Config, run: Run) -> None:
 
 
 def _fill_rows(config: Config, runs: Sequence[Run], console: Console) -> None:
-    """Make the rows of all runs; the first one shows progress, and is charged for it."""
+    """Make the rows of all runs, stage by stage.
+
+    Args:
+        config: Config of one of them; they differ in their methods alone.
+        runs: The runs; the first one shows progress, and is charged for the time.
+        console: Where progress goes.
+    """
     first = runs[0]
     first.console = console
     title = f"{len(runs)} runs that differ in their methods alone"

@@ -198,7 +198,11 @@ def write_comparison(
 
 
 def _need_one_task(runs: Sequence[ComparedRun]) -> None:
-    """Raise `UserError` if a run has another task than the first."""
+    """Refuse runs of several tasks.
+
+    Raises:
+        UserError: A run has another task than the first.
+    """
     task = runs[0].summary.name("task")
     for run in runs:
         name = run.summary.name("task")

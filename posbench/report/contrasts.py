@@ -144,7 +144,12 @@ def _bounded(contrast: Contrast, statistic: str, points: bootstrap.Estimate) -> 
 
 
 def _key_of_settings(names: Collection[str], runs: Runs) -> str | None:
-    """The swept key that has all the named settings among its values; None where none does."""
+    """Return the swept key that has all the named settings among its values; None if no key has.
+
+    Args:
+        names: Settings that a contrast compares; the unmodified model, which is in every run, may be among them.
+        runs: Settings (value by swept key) and folder of each run.
+    """
     keys = dict.fromkeys(key for setting, _ in runs for key in setting)
     wanted = set(names) - {UNMODIFIED}
     for key in keys:
@@ -154,13 +159,21 @@ def _key_of_settings(names: Collection[str], runs: Runs) -> str | None:
 
 
 def _runs_by_other_keys(key: str, runs: Runs) -> list[dict[str, Path]]:
-    """The runs with scores by their value of a key, in groups that agree in all other keys."""
+    """Group the runs with scores that agree in all swept keys but one.
+
+    Args:
+        key: That key.
+        runs: Settings (value by swept key) and folder of each run.
+
+    Returns:
+        For each group, the folder by the value of ``key``.
+    """
     groups: dict[tuple[tuple[str, str], ...], dict[str, Path]] = {}
     for setting, folder in runs:
         if key not in setting or read_csv(folder / "metrics.csv") is None:
             continue
-        others = sorted(item for item in setting.items() if item[0] != key)
-        groups.setdefault(tuple(others), {}).setdefault(setting[key], folder)
+        other_settings = sorted(item for item in setting.items() if item[0] != key)
+        groups.setdefault(tuple(other_settings), {}).setdefault(setting[key], folder)
     return list(groups.values())
 
 

@@ -108,7 +108,13 @@ class RunExamples:
         return "\n".join(lines)
 
     def _head(self, name: str, row: Row, example: Example | None) -> str:
-        """Id, gold position, subset and length of an example, in one line."""
+        """Return id, gold position, subset and length of an example, in one line.
+
+        Args:
+            name: Id of the example.
+            row: One of its rows.
+            example: The task's example now; None if there is none.
+        """
         facts = [f"id {name}"]
         position = row.get("gold_position")
         if position is not None:
@@ -230,7 +236,11 @@ def _indent(text: str, columns: int = 2) -> str:
 
 
 def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The wrong answers of a run for its page.
+    """Return the wrong answers of a run for its page.
+
+    Args:
+        run: The run.
+        config: Its config.
 
     Returns:
         ``summary``: their number, in words. ``examples``: head and text of some

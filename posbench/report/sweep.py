@@ -478,10 +478,13 @@ def setting_columns(summary: pd.DataFrame) -> list[str]:
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
-    """The columns that distinguish the settings of a sweep.
+    """Return the columns that distinguish the settings of a sweep.
 
     The varying ones among model, method and task, then the columns between `run` and
     `model`; if there are none, `seed` or `method`.
+
+    Args:
+        summary: Rows of summary.csv, where swept keys stand between `run` and `model`.
     """
     before_model = summary.columns[: list(summary.columns).index("model")]
     swept = [column for column in before_model if column != "run"]

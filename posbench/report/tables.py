@@ -68,7 +68,7 @@ def finding_value(finding: Any) -> str:
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A LaTeX table with booktabs, and with longtable if it is longer than a page.
+    """Return a LaTeX table with booktabs, and with longtable if it is longer than a page.
 
     Text is escaped; columns with long texts become paragraphs.
     """
@@ -196,7 +196,7 @@ class _MethodColumns:
 
 
 def position_table(metrics: pd.DataFrame) -> Table:
-    """One row per gold position, then `all`, from metrics.csv rows of one run.
+    """Return a table with one row per gold position, then `all`, from metrics.csv rows of one run.
 
     Columns: depth of the gold position, score of each method in %, difference of each
     modified method in points (both with 95 % intervals), n, and the columns in
@@ -246,7 +246,7 @@ def describe_positions(metrics: pd.DataFrame) -> str:
 
 
 def bias_table(metrics: pd.DataFrame) -> Table:
-    """One row per statistic of position bias, from metrics.csv rows of one run.
+    """Return a table with one row per statistic of position bias, from metrics.csv rows of one run.
 
     Columns: the statistic of each method, and the difference of each modified method,
     in points with 95 % intervals.

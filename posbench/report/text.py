@@ -444,10 +444,14 @@ def count_verdicts(findings: pd.DataFrame, correction: str = "within the study")
 
 
 def list_decided_claims(findings: pd.DataFrame) -> str:
-    """The claims that hold or are contradicted, with their models, and the number of inconclusive ones.
+    """Return sentences on the claims that hold or are contradicted, and the number of undecided ones.
 
     Claims are the paper's, or our controls where the paper makes none.
+
+    Args:
+        findings: Rows of findings.csv.
     """
+    # The first two verdicts are "holds" and "contradicted".
     sentences = _list_claims(findings, FINDING_VERDICTS[:2], MAX_LISTED)
     undecided = tally_verdicts(main_claims(findings)["verdict"], FINDING_VERDICTS[2:])
     if undecided and sentences:
@@ -458,10 +462,14 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
 
 
 def study_answer(findings: pd.DataFrame) -> str:
-    """How a study's claims fared, and the first claims with their numbers.
+    """Return sentences on how a study's claims fared, and on the first claims with their numbers.
 
     Shown are two of each decisive verdict, or one inconclusive one.
+
+    Args:
+        findings: Rows of findings.csv.
     """
+    # The first two verdicts are "holds" and "contradicted".
     claims = _list_claims(findings, FINDING_VERDICTS[:2], 2, numbers=True)
     if not claims:
         claims = _list_claims(findings, ("inconclusive",), 1, numbers=True)

@@ -497,7 +497,9 @@ class _Trend:
                     yield UNMODIFIED, row
 
     def _read_centres(self) -> pd.DataFrame | None:
-        """Centre of attention of every prompt at every number and unmodified.
+        """Return the centre of attention of every prompt at every number and unmodified.
+
+        The centre is the mean depth (0..1) of the items, weighted by the last token's attention in the strongest layer.
 
         Returns:
             Rows with number, id, prompt, centre (0..1), gold_position and cluster; None where
@@ -551,7 +553,7 @@ class _Trend:
         return digests
 
     def _read_scores(self) -> pd.DataFrame | None:
-        """Score of every prompt with a gold position at every number and unmodified.
+        """Return the score of every prompt with a gold position at every number and unmodified.
 
         Returns:
             Rows with number, id, prompt, gold_position, cluster and score; None where a run

@@ -498,7 +498,7 @@ class RunDir:
         write_text(self.path / name, to_lines(rows, self.id))
 
     def repair(self, name: str) -> None:
-        """Drop torn, damaged or foreign lines and rows with an error, so that they are made again."""
+        """Drop from a file torn, damaged or foreign lines and rows with an error, so that they are made again."""
         rows, invalid = read_rows(self.path / name, self.id)
         valid = [row for row in rows if "error" not in row]
         errored = len(rows) - len(valid)

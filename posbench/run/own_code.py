@@ -48,6 +48,9 @@ def config_dir_chosen() -> Path | None:
 def make_importable(run: RunDir) -> list[Path]:
     """Make the user's own classes in a run's config importable.
 
+    Args:
+        run: The run.
+
     Returns:
         The config folders of the run, for readers of their files.
 

@@ -126,6 +126,10 @@ class Reference:
         Each row requires the setting of its own model. A label such as ``25%`` becomes the index that the
         task gives it. An average over other gold positions than the run's is left out.
 
+        Args:
+            task: The run's task.
+            model: Name of its model.
+
         Returns:
             The rows of :meth:`rows` that apply, and why there are none, or no averages.
 
@@ -163,7 +167,11 @@ class Reference:
         return {**self.setting, **self.settings.get(model, {})}
 
     def _allowed_settings(self, model: str) -> dict[str, list[Any]]:
-        """Values that each task field may have in a run of a model; of any model where it has no setting."""
+        """Return by task field the values under which the paper's numbers for a model apply.
+
+        Args:
+            model: The model; one without settings of its own may have those of any model.
+        """
         models = list(self.settings)
         if model in self.settings or not self.settings:
             models = [model]

@@ -671,7 +671,11 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
 
 @plot.styled
 def head_figure(heads: pd.DataFrame) -> Figure:
-    """Retrieval score by layer and head; a ring on retrieval-related heads."""
+    """Draw the retrieval score by layer and head, with a ring on retrieval-related heads.
+
+    Args:
+        heads: The table ``heads``.
+    """
     grid = heads.pivot_table(index="layer", columns="head", values="score")
     height = 1.3 + 0.16 * max(len(grid.index), 5)
     figure, axes = plot.new_figure(plot.COLUMN, height, n=heads["n"])

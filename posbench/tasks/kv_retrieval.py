@@ -277,7 +277,7 @@ class KVRetrieval(GoldPositionTask):
         )
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
-        """At most ``count`` calibration prompts of the user's file, after the first ``start`` ones."""
+        """Yield at most ``count`` calibration prompts of the user's file, after the first ``start`` ones."""
         lines = list(
             read_data_rows("calibration_path", Path(str(self.calibration_path)))
         )
@@ -289,6 +289,7 @@ class KVRetrieval(GoldPositionTask):
         for number, line in lines[start : start + count]:
             prompt = line.take("input")
             answer = line.take("output")
+            # The same key is the same question.
             if _key_of(prompt) in evaluated_keys:
                 line.refuse("questions that the evaluation does not ask")
             yield Example(

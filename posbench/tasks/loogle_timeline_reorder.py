@@ -40,7 +40,7 @@ def numerals(text: str, *, arabic: bool = False) -> list[str]:
 
 
 def deviations(order: Sequence[int]) -> dict[str, float]:
-    """Distances of a permutation (places in the gold order, from 0) from 0, 1, ..., n-1 (Li et al. 2023).
+    """Return distances of a permutation (places in the gold order, from 0) from 0, 1, ..., n-1 (Li et al. 2023).
 
     ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n minus its
     cycles; ``sdd`` the length of those swaps, the one that reduces displacement most per place first. Some swap of

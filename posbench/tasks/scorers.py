@@ -321,8 +321,10 @@ def parse_order(text: str) -> list[int]:
 
 
 def concordance_index(reply: str, gold: str) -> float:
-    """Share of the pairs that the reply has in the gold order; 0 if it is no permutation of the gold items
-    (ZeroSCROLLS)."""
+    """Return the share of the pairs of items that a reply has in the gold order (ZeroSCROLLS).
+
+    0 if the reply is no permutation of the gold items.
+    """
     reply_order = parse_order(reply)
     gold_order = parse_order(gold)
     if sorted(reply_order) != sorted(gold_order) or len(gold_order) < 2:

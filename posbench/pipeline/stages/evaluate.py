@@ -150,7 +150,16 @@ def fill(runs: Sequence[Run]) -> None:
 
 
 def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
-    """The first prompt of each subset as the model reads it, and checksums over all prompts and questions."""
+    """Return the content of prompts.json: the first prompt of each subset as the model reads it, and checksums.
+
+    Args:
+        run: The run.
+        encoded: Its prompts as tokens, by the example's id.
+
+    Returns:
+        ``first`` (by subset), ``sha256`` over all prompts, ``questions`` (checksum of the questions), the number of
+        ``prompts``, and what the chat template reads besides.
+    """
     examples = run.evaluation
     total = hashlib.sha256()
     first_of_subset: dict[str, dict[str, Any]] = {}
