@@ -469,7 +469,7 @@ class Endpoint(Backend):
             self._find_reply_limit(prompt, answer_tokens)
 
     def _see(self, reply: Reply, may_think: bool) -> None:
-        """Take from a reply how the model thinks, and whether tokens are counted.
+        """Note what a reply shows of how the model thinks, and whether tokens are counted.
 
         Args:
             reply: The reply.

@@ -303,7 +303,7 @@ def write_and_close(writer: Any) -> None:
 
 
 def metadata(fix: Fix, change: CheckpointChange) -> dict[str, Any]:
-    """Sizes, rotary embedding and vocabulary of the model with a change.
+    """Return sizes, rotary embedding and vocabulary of the model with a change, for the header of a GGUF file.
 
     Args:
         fix: The fix whose model it is.

@@ -91,7 +91,7 @@ def check_points(points: Points, layers: int) -> None:
 
 
 def bezier_coordinate(values: Sequence[float] | Array, t: Array) -> Array:
-    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k].
+    """Return one coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k].
 
     Args:
         values: The coordinate of each of the d + 1 control points.

@@ -268,6 +268,7 @@ def _core(token: str) -> str:
 
 
 def _tag_section(text: str) -> _Section | None:
+    """Return the section that begins with a tag such as ``<reasoning>``; None if the text does not."""
     begin = TAG.match(text)
     if not begin or begin[1].lower() in TEXT_NAMES or begin[0].endswith("/>"):
         return None
@@ -308,6 +309,7 @@ def _label_section(text: str) -> _Section | None:
 
 
 def _json_section(text: str) -> _Section | None:
+    """Return the whole text as a section if it is a JSON object whose first field names thinking; else None."""
     begin = JSON_FIELD.match(text)
     return _Section(text, "", begin[0].strip()) if begin else None
 

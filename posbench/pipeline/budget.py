@@ -481,9 +481,10 @@ class Chooser:
             available: Limit for the cost of all stages.
         """
         settings = {**option.settings, "task.max_new_tokens": 1}
-        # A server's replies are not priced by length.
+        # Asked of a model in process alone.
         if self.lm is None or "evaluate" not in self.config.stages:
             return 0
+        # With a single token the reply costs nearly nothing: this is the reading.
         questions = min(PROBED_QUESTIONS, self.limit)
         cost, _ = self._price_stage(settings, "evaluate", questions)
         per_question = cost / questions

@@ -42,7 +42,7 @@ shares of replies without an answer."""
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
-    """A value with its interval, as `76.6 [72.1, 80.5]`.
+    """Return a value with its interval, as `76.6 [72.1, 80.5]`.
 
     Args:
         row: Has ``value``, ``ci_low`` and ``ci_high``; None where nothing was measured.

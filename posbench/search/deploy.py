@@ -388,6 +388,8 @@ class DeploySearch(Search):
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return lines on the setting to ship: its price, its effect on the side task, or that nothing is left to ship.
 
+    The price is how much higher the loss is than that of the best candidate with the last token alone scaled.
+
     Args:
         facts: From :meth:`DeploySearch.facts`.
     """

@@ -215,7 +215,7 @@ class Latency(TimingStudy):
             ScaleChannel(channel=channel, factor=factor, layers=layers)
             for channel, factor in settings
         ]
-        # Ten channels, four factors: as many as asked.
+        # About ten channels, four factors: as many as asked.
         candidates = all_candidates[: self.candidates]
         ids = torch.randint(
             5, lm.model.config.vocab_size, (self.search_tokens + LOSS_TOKENS,)
