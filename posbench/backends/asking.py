@@ -135,6 +135,15 @@ def _reply_to_beginning(
 ) -> tuple[str, str]:
     """Return the replies of a server and of its checkpoint in process to the beginning of an example's prompt.
 
+    Args:
+        endpoint: The server.
+        encoder: Encodes as the server's tokenizer does.
+        lm: The checkpoint.
+        example: The example.
+
+    Returns:
+        The server's reply (or why it refuses the prompt), and that of the checkpoint.
+
     Raises:
         RequestError: The server gave no reply.
         UserError: The window is too small.

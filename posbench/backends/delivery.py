@@ -198,6 +198,7 @@ class _Counts:
             _NotCounted: It reports no count.
         """
         if again or text not in self._known:
+            # With new words in front: of a text in its cache, a server may count what is new alone.
             reply = self._ask(cold(text), 0)
             if reply.rejection:
                 raise _Rejected(reply.rejection)

@@ -369,10 +369,15 @@ class Endpoint(Backend):
 
         A field that the server names in its refusal is left out or sent under its other name; if it names none, all
         optional fields are left out.
+
+        Args:
+            prompt: A short question.
+            stops: Whether the run's requests have texts that end a reply, so that the probe has one.
         """
         tried_fields: set[str] = set()
         stop = (PROBE_STOP,) if stops else ()
         while True:
+            # A length field that was refused once is not tried again under that name.
             tried_fields.add(self.profile.length_field)
             began = time.monotonic()
             try:
@@ -497,6 +502,10 @@ class Endpoint(Backend):
 
     def _find_reply_limit(self, prompt: Prompt, answer_tokens: int) -> None:
         """Ask for the longest reply of the run, and keep to a shorter limit if the server has one.
+
+        Args:
+            prompt: A short question.
+            answer_tokens: Most tokens of an answer in the run, without the thinking before it.
 
         Raises:
             UserError: The limit leaves no room for an answer.
@@ -846,6 +855,10 @@ class Endpoint(Backend):
         """Send a request when its turn comes, until it is answered; return the answer's JSON.
 
         Requests that fail are repeated, those that are refused are not; a busy server is waited for.
+
+        Args:
+            prompt: The prompt, for the words of errors.
+            body: Fields of the request.
         """
         import openai
 
@@ -870,6 +883,7 @@ class Endpoint(Backend):
                     message = self._short_text(error)
                     raise RequestError(f"the answer is no JSON: {message}") from error
             failures += 1
+            # What the server did not refuse may succeed later.
             is_final = not isinstance(failure, ServerFailed | MachineError)
             if is_final or failures > self._config.retries:
                 raise failure

@@ -494,7 +494,13 @@ def _start(
 
 
 def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> int:
-    """Print the state of all experiments, files to fetch, and failures; return the highest exit status."""
+    """Print the state of all experiments, files to fetch, and failures; return the highest exit status.
+
+    Args:
+        experiments: The experiments, run or not.
+        logs: Folder with the output of each.
+        console: Gets the table of states; failures go to stderr.
+    """
     # Of a single experiment the whole output is shown.
     if len(experiments) == 1 and experiments[0].elapsed_seconds:
         print(experiments[0].log(logs).read_text(errors="replace"))

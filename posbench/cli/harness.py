@@ -318,7 +318,15 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Generate as the harness does, under the method, and warn of replies that are no answers."""
+        """Generate as the harness does, under the method, and warn of replies that are no answers.
+
+        Args:
+            requests: The harness's requests: a prompt, and texts that end the reply, each.
+            disable_tqdm: Whether to show no progress bar.
+
+        Returns:
+            The replies, in the order of the requests.
+        """
         self._missing = Counter[str]()
         with self.method.applied(self.lm):
             replies = super().generate_until(requests, disable_tqdm=disable_tqdm)
@@ -337,7 +345,14 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     ) -> Any:
         """Generate token ids as the harness does, checking for NaN, and count replies that are no answers.
 
-        The arguments and the result are the harness's: ``context`` of shape (rows, tokens), replies behind it.
+        Args:
+            context: Token ids of the prompts, padded on the left, [rows, tokens].
+            max_length: Most tokens of prompt and reply together.
+            stop: Texts that end a reply.
+            **settings: Other arguments of the harness.
+
+        Returns:
+            Token ids of prompts and replies, [rows, up to max_length].
         """
         generate = partial(
             super()._model_generate,

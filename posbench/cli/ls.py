@@ -47,7 +47,13 @@ def ls(args: list[str]) -> int:
 
 
 def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
-    """Return a row for each choice of a kind (models, methods, ..., families), with values by column."""
+    """Return a row for each choice of a kind (models, methods, ..., families), with values by column.
+
+    Args:
+        kind: The word behind ``posbench ls``.
+        config_dir: The user's folder of YAML files; None: the folder where it is looked for by default.
+    """
+    # Families of architectures are code; all else is a YAML file each.
     if kind == "families":
         return [
             {

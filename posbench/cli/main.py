@@ -177,7 +177,11 @@ def _print_traceback() -> None:
 
 
 def _dispatch(args: list[str]) -> int:
-    """Print help or version, or run a verb or a config; return the exit status."""
+    """Print help or version, or run a verb or a config; return the exit status.
+
+    Args:
+        args: The command line, without ``posbench``.
+    """
     if args and args[0] in ("-h", "--help", "help"):
         print(HELP)
         return 0
@@ -185,8 +189,10 @@ def _dispatch(args: list[str]) -> int:
         print(f"posbench {versions.__version__}")
         return 0
     versions.check_transformers()
+    # The flag --yes (no question before a server is asked) becomes a key, as runs of a sweep get keys.
     args = _with_consent(args)
     with _sigterm_interrupts():
+        # Words such as "ls runs"; empty for a config, which runs.
         name = verb_of(args)
         # These verbs take overrides as a run does, and could swallow a mistyped flag.
         if name in OVERRIDE_VERBS:
@@ -298,6 +304,9 @@ def wrap_help(text: str, width: int) -> str:
 
 def _run(args: list[str]) -> int:
     """Handle a command without a verb: show the config with ``--cfg``, else run it, or each job of a sweep.
+
+    Args:
+        args: The command line, without ``posbench``.
 
     Returns:
         The exit status.

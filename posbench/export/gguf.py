@@ -91,12 +91,22 @@ class Export(Format):
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """Serve the file with llama.cpp, and return the log-probabilities of the next token after each prompt.
 
+        Args:
+            fix: The method with its constants, and the model that it was written for.
+            folder: Holds the written file.
+            prompts: Token ids of P prompts.
+
+        Returns:
+            [P, vocabulary], in nats.
+
         Raises:
             UserError: llama.cpp cuts the text of a prompt into other tokens.
         """
         if weight_type(fix) == "q8_0":
             need_rounded_weights(fix, folder / "model.gguf")
+        # A few tokens more than the longest prompt has: room for the one that is asked.
         server = serve(folder / "model.gguf", max(map(len, prompts)) + 8)
+        # Served as text later, a prompt would be other tokens than those that are compared here.
         tokenizer = fix.lm.tokenizer
         if tokenizer is not None:
             for prompt in prompts:
@@ -113,12 +123,18 @@ class Export(Format):
         """Return how far rounding to Q8_0 alone moves the unmodified model's next-token log-probabilities.
 
         It is 0 for other weight types.
+
+        Args:
+            fix: The method with its constants, and the model that it was written for.
+            unmodified: Log-probabilities of P prompts without the method in process, [P, vocabulary], in nats.
+            prompts: Token ids of the prompts.
         """
         if weight_type(fix) != "q8_0":
             return 0.0
         with TemporaryDirectory() as temporary:
             file = Path(temporary) / "unmodified.gguf"
             write_model(fix, CheckpointChange(), file)
+            # A few tokens more than the longest prompt has: room for the one that is asked.
             server = serve(file, max(map(len, prompts)) + 8)
             rounded = next_token(server, prompts, vocabulary_size(fix))
         return difference(unmodified, rounded)
@@ -148,6 +164,9 @@ def refuse(fix: Fix, allowed: str) -> NoReturn:
 
 def architecture(fix: Fix) -> Architecture:
     """Return what llama.cpp calls the model's architecture.
+
+    Args:
+        fix: The method with its constants, and the model that it is written for.
 
     Raises:
         UserError: llama.cpp has none, or the weights are quantised or offloaded.

@@ -35,7 +35,12 @@ class Export(Format):
         need_columns(checkpoint_change(fix, self.name), self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write the method as a LoRA adapter: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+        """Write the method as a LoRA adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the files go.
+        """
         change = checkpoint_change(fix, self.name)
         tensors: dict[str, Tensor] = {}
         modules: set[str] = set()
@@ -65,7 +70,16 @@ class Export(Format):
         write_json(folder / "adapter_config.json", config)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Load the adapter with PEFT, and return the log-probabilities of the next token after each prompt."""
+        """Load the adapter with PEFT, and return the log-probabilities of the next token after each prompt.
+
+        Args:
+            fix: The method with its constants, and the model that it was written for.
+            folder: Holds the adapter.
+            prompts: Token ids of P prompts.
+
+        Returns:
+            [P, vocabulary], in nats.
+        """
         from peft import PeftModel
 
         lm = fix.load()

@@ -46,6 +46,9 @@ class Export(Format):
     def check(self, fix: Fix) -> None:
         """Refuse a method without code for transformers, and weights that are not in plain tensors.
 
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+
         Raises:
             UserError: States which.
         """
@@ -61,7 +64,12 @@ class Export(Format):
         check_plain_weights(fix.lm, self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write config, weights (in the published dtype), tokenizer and the code of the method."""
+        """Write config, weights (in the published dtype), tokenizer and the code of the method.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the files go; transformers loads it with ``trust_remote_code=True``.
+        """
         model = fix.lm.model
         code, constants = SHIPPED_CODE[type(fix.method)]
         dtype = getattr(torch, fix.dtype)
@@ -216,6 +224,9 @@ def run_process(
         job: Its input, as JSON.
         environment: Environment variables to set.
         to: Name of the format, for errors.
+
+    Returns:
+        What the command saved with ``torch.save``, such as a list of tensors.
 
     Raises:
         MachineError: The command failed.

@@ -43,6 +43,9 @@ class Export(Format):
     def check(self, fix: Fix) -> None:
         """Refuse methods other than layer_scaling, and models that vLLM implements otherwise.
 
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+
         Raises:
             UserError: States which.
         """
@@ -69,10 +72,16 @@ class Export(Format):
         )
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write a Python package for vLLM: ``pyproject.toml``, the model, and the code that registers it."""
+        """Write a Python package for vLLM: ``pyproject.toml``, the model, and the code that registers it.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the package goes.
+        """
         model_type = fix.lm.model.config.model_type
         package = package_name(fix)
         text = (CODE / "vllm_layers.py").read_text()
+        # The shipped code names Llama, and scales no layer: here are the model's class and the layers' scales.
         text = text.replace(
             "models.llama import LlamaForCausalLM",
             f"models.{model_type} import {type(fix.lm.model).__name__}",

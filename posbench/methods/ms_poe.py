@@ -115,7 +115,13 @@ class MsPoE(Method):
         return low + (high - low) * ratio_index.float() / num_steps
 
     def outlying(self, rotation: HandRotation) -> Tensor:
-        """Return for each head how many keys the last token attends to with an outlying weight, shape (B, H)."""
+        """Return for each head how many keys the last token attends to with an outlying weight, shape (B, H).
+
+        A weight is outlying if it is more than alpha times the mean (paper: at least).
+
+        Args:
+            rotation: Queries and keys of one layer before they are rotated, and the means to rotate them.
+        """
         query = rotation.query[:, :, -1:]
         key = rotation.key
         # The official program compares queries and keys before they are rotated.

@@ -490,6 +490,9 @@ def read_top_logprobs(answer: Mapping[str, Any]) -> dict[str, float]:
     """Return the likeliest first tokens of a reply with their log-likelihoods (nats); empty where there are none.
 
     Completions and chats give them in different forms; both are read.
+
+    Args:
+        answer: JSON of the server's answer.
     """
     logprobs = first_choice(answer).get("logprobs") or {}
     completions = next(iter(logprobs.get("top_logprobs") or ()), None)

@@ -455,7 +455,14 @@ class Encoder:
     ) -> list[Piece]:
         """Return the pieces of a prompt shortened by about ``removed`` tokens; empty if nothing is left to cut.
 
-        A piece is a text and where it begins in the prompt. The other arguments are as of :meth:`encode`.
+        A piece is a text and where it begins in the prompt.
+
+        Args:
+            prompt: The prompt.
+            removed: Number of tokens.
+            truncation: ``middle`` cuts the middle of the prompt; others cut the document, by words or at its end.
+            document: Where it begins and ends in the prompt, in characters; None: not marked.
+            separator: Text that replaces what was cut.
         """
         if truncation == "middle":
             return self._cut_middle(prompt, removed)

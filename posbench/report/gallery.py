@@ -109,6 +109,10 @@ def heading(entry: Entry) -> str:
 def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
     """Write an entry's tables, figures and pages below a folder.
 
+    Args:
+        entry: An experiment with its runs.
+        root: The gallery's folder.
+
     Returns:
         The fields of its section on the page.
     """

@@ -282,7 +282,13 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
 def _score_sections(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
 ) -> list[Section]:
-    """Return sections with scores by gold position, position bias, the paper's numbers, and other scores."""
+    """Return sections with scores by gold position, position bias, the paper's numbers, and other scores.
+
+    Args:
+        folder: The run's folder.
+        metrics: Rows of metrics.csv.
+        subsets: Rows of subsets.csv; None where the task has none.
+    """
     name = metric_name(metrics).capitalize()
     text = f"{name} in % and paired difference in points, each with its 95 % interval"
     method = read_json(folder / METHOD_FILE) or {}

@@ -157,15 +157,17 @@ def _common_verdict(verdicts: pd.Series) -> str:
 def paper_cells(
     metrics: pd.DataFrame, reference: Sequence[Row]
 ) -> tuple[pd.DataFrame, str]:
-    """A paper's cells whose model ran here, next to ours.
+    """Select a paper's numbers whose model ran here, and put ours next to them.
 
     Args:
         metrics: Rows of metrics.csv or summary.csv.
         reference: The paper's rows.
 
     Returns:
-        Rows of :func:`compare_cells`, and the label of a sweep's settings.
+        Rows of :func:`compare_cells` (among them model, method, gold_position, paper, ours, verdict), and the label
+        of a sweep's settings, empty for one run.
     """
+    # A sweep's table begins with the run and the keys that were swept.
     before_model = metrics.columns[: list(metrics).index("model")]
     swept = [column for column in before_model if column != "run"]
     label = ""
@@ -227,11 +229,18 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
 
 
 def paper_table(table: pd.DataFrame) -> Table:
-    """A paper's :func:`paper_cells` in its own layout, a column for each gold position.
+    """Return a paper's :func:`paper_cells` as text in its own layout, a column for each gold position.
 
     Each model and method has four lines: the paper's number, ours with its 95 %
     interval, the difference in points, and the verdict.
+
+    Args:
+        table: A row for each number of the paper.
+
+    Returns:
+        Header and rows.
     """
+    # What is the same everywhere needs no column.
     varied = [
         name for name in ("task", "metric", "setting") if table[name].nunique() > 1
     ]

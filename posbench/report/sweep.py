@@ -172,7 +172,13 @@ def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
 
 
 def _show(folder: Path, console: Console, command: str) -> None:
-    """Print the result of a sweep (its scores, or verdicts if it has no scores), and draw its page."""
+    """Print the result of a sweep (its scores, or verdicts if it has no scores), and draw its page.
+
+    Args:
+        folder: The sweep's folder, with the tables over all its runs.
+        console: Where it is printed.
+        command: The command line of the sweep, for its page.
+    """
     summary = read_csv(folder / "summary.csv")
     if summary is None:
         findings = read_csv(folder / "findings_summary.csv")
@@ -415,6 +421,10 @@ def _score_figure(
 
 def _render_verdicts(folder: Path, command: str) -> Path:
     """Write the page of a sweep whose runs judged claims and scored nothing; return its path.
+
+    Args:
+        folder: The sweep's folder, with the tables over all its runs.
+        command: The command line of the sweep; empty: as the folder records it.
 
     Raises:
         UserError: No run has findings.

@@ -71,6 +71,10 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a LaTeX table with booktabs, and with longtable if it is longer than a page.
 
     Text is escaped; columns with long texts become paragraphs.
+
+    Args:
+        header: Name of each column.
+        rows: Texts of the cells.
     """
     frame = pd.DataFrame(rows, columns=list(header))
     is_wide = [
@@ -79,6 +83,7 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     ]
     paragraph_width = min(0.3, 0.55 / max(sum(is_wide), 1))
     paragraph = rf"p{{{paragraph_width:.2f}\linewidth}}"
+    # A guess: paragraphs break into several lines.
     lines_per_row = 4 if any(is_wide) else 1
     is_long = len(rows) * lines_per_row > LATEX_PAGE_LINES
     style = (
@@ -269,6 +274,7 @@ def unmeasurable_bias(metrics: pd.DataFrame) -> dict[str, str]:
     """
     if "note" not in metrics:
         return {}
+    # Where a method lacks answers, its scores mean nothing: that is the reason, where there is one.
     missing = missing_notes(metrics)
     is_missing = (metrics["metric"] == "position_bias") & metrics["value"].isna()
     return missing | {

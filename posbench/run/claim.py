@@ -197,7 +197,10 @@ def _find_or_make_version(
 ) -> Path:
     """Return the version folder of a run, made if there is none; its key is written again where it is damaged.
 
-    Arguments as of :func:`_find_version`.
+    Args:
+        suite: Folder of versions v001, v002, ...
+        version_key: What runs of a version share, such as digests of data.
+        name: Name of the run's folder.
     """
     version, highest = _find_version(suite, version_key, name)
     text = json.dumps(as_json(version_key), indent=2, sort_keys=True) + "\n"

@@ -478,7 +478,12 @@ class RunDir:
         return read_rows(self.path / name, self.id)[1]
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows to a JSON-lines file, each with its run and a checksum, in one flushed write."""
+        """Append rows to a JSON-lines file, each with its run and a checksum, in one flushed write.
+
+        Args:
+            name: Name of the file.
+            rows: Fields of each row.
+        """
         text = to_lines(rows, self.id)
         need_owned(self.path)
         file = self.path / name

@@ -226,7 +226,12 @@ class Search(ABC):
         return short_hash(facts | dict(self.identity_facts(run)))
 
     def _copy(self, sibling: RunDir, folder: RunDir) -> None:
-        """Copy the files of another run's finished search into this run's folder."""
+        """Copy the files of another run's finished search into this run's folder.
+
+        Args:
+            sibling: Folder of a run with the same search, which need not be made again.
+            folder: This run's folder.
+        """
         folder.add_hardware(sibling.hardware())
         for name in sibling.stage("search")["files"]:
             if name in self.row_files:
@@ -322,10 +327,12 @@ class Search(ABC):
     ) -> dict[str, float]:
         """Measure held-back prompts under a method, with the other methods of a list; resumed.
 
+        Rows that an interrupted session left are kept where they carry the run's digest of what was computed.
+
         Args:
             run: The run.
             name: Name of the method in the rows.
-            method: The method, in the place that the search serves.
+            method: The method, in the place that the search serves: one of a list of methods, or the only one.
             batches: The prompts.
 
         Returns:
@@ -409,7 +416,14 @@ def save_state(run: Run, state: dict[str, Any]) -> None:
 
 
 def load_state(run: Run) -> dict[str, Any]:
-    """Load what :func:`save_state` wrote, tensors on the CPU; empty if there is no intact state of this run."""
+    """Load what :func:`save_state` wrote, tensors on the CPU; empty if there is no intact state of this run.
+
+    Args:
+        run: The run; its folder holds the file.
+
+    Returns:
+        Values by name: whatever the search saved to resume from.
+    """
     file = run.out.path / STATE_FILE
     if not file.is_file():
         return {}

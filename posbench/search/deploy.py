@@ -246,7 +246,13 @@ class DeploySearch(Search):
         return method
 
     def _side_pairs(self, run: Run) -> TokenPairs:
-        """Return token ids of each prompt of the side task, and of its right choice or first answer, by example id."""
+        """Return token ids of each prompt of the side task, and of its right choice or first answer, by example id.
+
+        The loss of that answer shows whether a setting harms the side task.
+
+        Args:
+            run: The run, with the model's tokenizer.
+        """
         task = self.side_task
         assert task is not None
         tokenizer = run.lm.need_tokenizer()
@@ -255,7 +261,9 @@ class DeploySearch(Search):
             accepted = {answer.strip() for answer in example.answers}
             right = [c for c in example.choices if c.strip() in accepted]
             text = right[0] if right else example.answers[0]
+            # Room for the answer is cut from the prompt where the window is small.
             answer_length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            # The side task's settings lie under this key of the config: errors must name it.
             with renamed("task.", "search.side_task."):
                 sized = replace(example, max_new_tokens=answer_length)
                 encoded = encode_prompt(run.lm, task, sized)

@@ -125,6 +125,7 @@ class GeneticSearch(ScaleSearch):
 
         That holds if x must rise strictly; else the result is empty. Arguments as of :meth:`Search.fields_for_model`.
         """
+        # A free curve has no control points, and others may share an x.
         if self.curve == "free" or not self.constrained:
             return {}
         num_x_values = self._max_x(layers) + 1
@@ -191,7 +192,12 @@ class GeneticSearch(ScaleSearch):
                 return mutant
 
     def _mutation_ranges(self, genome: Genome, layers: int) -> list[tuple[int, int]]:
-        """Return the lowest and highest grid index to which Eq. 9 lets each coordinate of a genome mutate."""
+        """Return the lowest and highest grid index to which Eq. 9 lets each coordinate of a genome mutate.
+
+        Args:
+            genome: Grid indices: x and y of each control point in turn, or the y of each layer for a free curve.
+            layers: Layers of the model.
+        """
         reach_x = _grid_steps(self.reach_x, self.step_x)
         reach_y = _grid_steps(self.reach_y, self.step_y)
         ranges = []
@@ -299,6 +305,9 @@ class GeneticSearch(ScaleSearch):
         Args:
             genome: The genome.
             scales: Its scale of each layer.
+
+        Returns:
+            Rows of part (``point``, ``curve`` or ``layer``), x (a layer, or between two) and y (its scale).
         """
         rows: list[tuple[str, float, float]] = []
         if self.curve != "free":
@@ -545,6 +554,10 @@ def _candidate_table(best: Scales, scores: Scores) -> pd.DataFrame:
     Args:
         best: The result's scales.
         scores: Scores of all candidates.
+
+    Returns:
+        A row for each, with columns fitness, the accuracy at each gold position, scored (number of prompts), complete,
+        unmodified, selected, and scale_0, scale_1, ... of the layers.
     """
     rows = []
     for scales in sorted(scores.values, key=scores.rank_key):

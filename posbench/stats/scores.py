@@ -234,6 +234,9 @@ class Tabulator:
         """Return rows of metrics.csv with the share of each kind of missing answer, by method and gold position.
 
         Kinds that occur in no row are left out.
+
+        Args:
+            frame: A row for each answer: its method, gold_position, and kind (empty if the answer is there).
         """
         lines = []
         for metric in outcomes.OUTCOME_METRICS:
@@ -324,6 +327,10 @@ class Tabulator:
         """Return the average over subsets by method and label (METRIC or METRIC_difference).
 
         It is empty where it would be the mean over all prompts.
+
+        Args:
+            frame: A row for each answer: its method, subset, and scores.
+            metrics: Names of the scores.
         """
         if frame["subset"].nunique() == 1 and not self._composes_score:
             return {}

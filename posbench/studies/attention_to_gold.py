@@ -254,6 +254,13 @@ class AttentionToGold(Study):
         """Return the mean attention of every head of one layer to each item, by gold position.
 
         Which layer is only known after the other measurements: a few examples run again.
+
+        Args:
+            prompts: The prompts of the study.
+            layer: Number of the layer.
+
+        Returns:
+            Rows of head, gold_position, item, attention, n (examples), layer.
         """
         sample = Prompts.of(prompts.run, HEAD_EXAMPLES, prompts.examples)
 
@@ -269,7 +276,15 @@ class AttentionToGold(Study):
         return mean_maps(weights, positions, "head").assign(layer=layer)
 
     def figures(self, tables: Tables) -> Drawn:
-        """Draw the figures that ``study.show`` names, each with its caption."""
+        """Draw the figures that ``study.show`` names, each with its caption.
+
+        Args:
+            tables: Those of :meth:`measure`: ``layers``, ``maps`` (attention by layer, gold position and item),
+                ``heads``, ``head_maps`` (as ``maps``, for one layer's heads) and ``lengths`` (by number of items).
+
+        Returns:
+            Figure and caption by name.
+        """
         layers = tables["layers"]
         maps = tables["maps"]
         head_maps = tables["head_maps"]
@@ -309,9 +324,17 @@ class AttentionToGold(Study):
         return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Judge the paper's claims on layers and heads that follow the gold item, the U shape, accuracy, and length."""
+        """Judge the paper's claims on layers and heads that follow the gold item, the U shape, accuracy, and length.
+
+        Only what ``study.show`` draws is judged.
+
+        Args:
+            tables: Those of :meth:`measure`: ``layers``, ``maps`` (attention by layer, gold position and item),
+                ``heads``, ``head_maps`` (as ``maps``, for one layer's heads) and ``examples`` (a row for each prompt).
+        """
         layers = tables["layers"]
         examples = tables["examples"]
+        # The claims are asked of the task's own number of items; others serve the claim on length.
         num_items = tables["maps"]["item"].max() + 1
         examples_of_task = examples[examples["items"] == num_items]
         findings = []
@@ -324,6 +347,7 @@ class AttentionToGold(Study):
             claims += [LINK, DIP]
         if "lengths" in self.show:
             claims.append(LENGTH)
+        # The remaining claims are on layers: found by their score, or named by the user.
         if self.layers is None and not layers["retrieval"].any():
             note = "no layer is retrieval-related: study.layers=[...] names some"
             for claim in claims:

@@ -177,9 +177,13 @@ class BiasSource(Study):
                     pass
 
     def workload(self, run: Run) -> list[InspectionPasses]:
-        """Return the forward passes: each prompt once, and those of the worst gold position for each intervention."""
+        """Return the forward passes: each prompt once, and those of the worst gold position for each intervention.
+
+        Which position is the worst shows in the run only; each has about as many prompts.
+        """
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         num_changes = len(_changes(run.lm))
+        # Any position has the size of the worst one: the first.
         at_one_position = [
             e for e in examples if gold_index(e) == gold_index(examples[0])
         ]
@@ -374,7 +378,11 @@ def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the mean loss by variant and gold position, with its interval and number of prompts.
 
     Args:
-        frame: A row for each prompt and variant, from :meth:`BiasSource._losses`.
+        frame: A row for each prompt and variant (an intervention, or the unmodified model), from
+            :meth:`BiasSource._losses`.
+
+    Returns:
+        Rows of variant, gold_position, depth (0..1), loss (nats) with ci_low and ci_high, and n.
     """
     table = []
     for (variant, position, depth), rows in frame.groupby(
@@ -396,11 +404,15 @@ def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
 def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     """Return the table of effects: the gap, and of each intervention what it gains, its share of the gap, its margins.
 
-    The margins are over a third of the gap and over its control.
+    The margins are over a third of the gap and over its control. The gap is the loss at the worst gold position minus
+    that at the best; a gain is how much less loss there is at the worst one.
 
     Args:
-        frame: Loss of each prompt by variant.
+        frame: Loss of each prompt by variant (an intervention, its control, or the unmodified model).
         resamples: Bootstrap draws of questions.
+
+    Returns:
+        Rows of effect (such as ``gap`` or NAME_gain), value, ci_low, ci_high and n.
     """
     unmodified = frame[frame["variant"] == UNMODIFIED]
     best, worst = (
@@ -423,6 +435,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     for variant in variants:
         effects[f"{variant}_gain"] = statistic(partial(_gain, variant))
     for name, intervention in INTERVENTIONS.items():
+        # A model without RoPE, say, allows some interventions only.
         if name not in variants:
             continue
         control = intervention.control

@@ -644,12 +644,15 @@ def judge_claims(
     one of :data:`BOUNDS`, as a share of the effect ``of`` if it has one. A claim without its effect is not testable.
 
     Args:
-        table: Effects, see :func:`effects_table`.
+        table: Rows of effect (its name), value, ci_low, ci_high, n.
         study: Name of the study in the claims.
         note: Start of the notes.
-        subject: Of which channel the claims are asked, see :func:`posbench.methods.scale_channel.channel_role`.
+        subject: Of which channel the claims are asked: words that their text gets, such as that it is not the paper's.
         missing_note: Why an effect may be missing.
         **placeholders: Values of the placeholders in the statistics' names.
+
+    Returns:
+        A finding for each claim.
     """
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     columns = (
@@ -668,6 +671,7 @@ def judge_claims(
     for claim in claims[claims["study"] == study].itertuples():
         statistic = claim.statistic.format(**placeholders)
         claim = claim._replace(claim=with_subject(claim.claim, subject))
+        # The first of its effects is the one that is judged.
         if claim.effects.split()[0] in effects:
             finding = _judged_claim(claim, statistic, effects, note)
         else:

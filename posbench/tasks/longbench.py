@@ -150,7 +150,15 @@ class LongBench(EvaluationOnly):
             yield from self._task(folder, task)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """Score a reply by the subset's metric, 0..1: the best over the gold answers."""
+        """Score a reply by the subset's metric: the best over the gold answers.
+
+        Args:
+            example: The prompt, with the subset's name and classes in ``meta``.
+            text: The reply.
+
+        Returns:
+            The number as ``score``, 0..1.
+        """
         task = example.meta["task"]
         if self.protocol == "yu":
             text = text.strip()

@@ -155,7 +155,11 @@ class LooGLETimelineReorder(EvaluationOnly):
         return reorder_scores(text, example.answers[0])
 
     def _document(self, line: Line) -> Iterator[Example]:
-        """Yield the reorder questions of a document as examples."""
+        """Yield the reorder questions of a document as examples.
+
+        Args:
+            line: A line of the official file: a document with questions of several types.
+        """
         document = line.take("input")
         questions = [
             pair for pair in _qa_pairs(line) if pair.take("type") == QUESTION_TYPE

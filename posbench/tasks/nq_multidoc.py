@@ -190,8 +190,14 @@ class NQMultiDoc(GoldPositionTask):
     def score(self, example: Example, text: str) -> dict[str, float]:
         """Score a reply: 1 if a gold answer, normalised, occurs in its first line, and likewise for the whole reply.
 
-        See :func:`best_subspan_em`.
+        Args:
+            example: The prompt, with its gold answers.
+            text: The reply.
+
+        Returns:
+            ``accuracy`` for the first line, and :data:`WHOLE_REPLY` for the whole reply: 0 or 1 each.
         """
+        # The papers' scripts differ on a reply that begins with a line break: is its first line empty?
         strip_first = self.reading == "yu"
         accuracy = best_subspan_em(text, example.answers, strip_first=strip_first)
         whole_reply = best_subspan_em(text, example.answers, whole_reply=True)

@@ -155,7 +155,7 @@ def qa_f1(reply: str, gold: str) -> float:
 
 
 def qa_f1_zh(reply: str, gold: str) -> float:
-    """F1 of the two bags of words that jieba cuts Chinese text into (LongBench).
+    """Return F1, 0..1, of the two bags of words that jieba cuts Chinese text into (LongBench).
 
     The raw text is cut first; then each word is put in lower case and loses punctuation and white space. The
     benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word. A gold text of nothing but
@@ -198,11 +198,15 @@ def _cut(text: str) -> list[str]:
 
 
 def rouge_l(reply: str, gold: str) -> float:
-    """ROUGE-L F as in LongBench: summary level, split at full stops, no stemming, letter case kept.
+    """Return ROUGE-L F, 0..1, as in LongBench: summary level, split at full stops, no stemming, letter case kept.
 
     This is PyPI ``rouge`` 1.0.1; Google's ``rouge_score`` gives other numbers. If one side has nothing but full stops
     the package raises, and the score is 0 as in the benchmark. It recurses once per word of a sentence: the official
     program scores 0 over Python's limit (about 1000 words), this one raises it.
+
+    Args:
+        reply: The model's reply.
+        gold: A right answer.
     """
     from rouge import Rouge
 
@@ -223,7 +227,7 @@ def rouge_l_zh(reply: str, gold: str) -> float:
 
 
 def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes in the reply, if the gold one is among them, else 0 (LongBench).
+    """Return 1 over the number of classes in the reply, if the gold one is among them, else 0 (LongBench).
 
     A class that is part of the gold class's name does not count, except right after another such one: the
     benchmark removes from the list that it walks through, and so skips the next entry.
@@ -252,7 +256,7 @@ def number_share(reply: str, gold: str) -> float:
 
 
 def code_similarity(reply: str, gold: str) -> float:
-    """Indel similarity of the gold line and the first line of code in the reply (LongBench).
+    """Return the indel similarity, 0..1, of the gold line and the first line of code in the reply (LongBench).
 
     That is the first line, after leading line breaks, without a backtick, ``#`` or ``//``. Whole percent, as
     fuzzywuzzy with python-Levenshtein rounds; without that package its numbers differ.
@@ -279,11 +283,15 @@ def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
 
 
 def ascii_f1(reply: str, gold: str) -> float:
-    """:func:`qa_f1` of the two texts transliterated to ASCII (ZeroSCROLLS).
+    """Return :func:`qa_f1` (F1 of the bags of words, 0..1) of the two texts transliterated to ASCII (ZeroSCROLLS).
 
     The benchmark does so with Unidecode (GPL), this with anyascii (ISC). They agree on accented letters,
     quotes and dashes, not on rare characters nor on Chinese, where Unidecode puts a space after a syllable.
     A gold text that has no transliteration is compared as it is.
+
+    Args:
+        reply: The model's reply.
+        gold: A right answer.
     """
     from anyascii import anyascii
 

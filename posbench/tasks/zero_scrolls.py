@@ -112,6 +112,13 @@ class ZeroSCROLLS(EvaluationOnly):
         """Score a reply: the best over the references, and each ROUGE of summaries; empty without published answers.
 
         The score of a summary is the geometric mean of its three ROUGEs.
+
+        Args:
+            example: The prompt, with the references as its answers.
+            text: The reply.
+
+        Returns:
+            Numbers by name, 0..1: ``score``, and of a summary each of :data:`ROUGES`.
         """
         if not example.answers:
             return {}
@@ -174,7 +181,12 @@ class ZeroSCROLLS(EvaluationOnly):
         return list(examples.values())
 
     def _example(self, line: Line, subset: str) -> Example:
-        """Return the example of a line, with one reference."""
+        """Return the example of a line, with one reference.
+
+        Args:
+            line: A line of the official file.
+            subset: Name of the dataset in the benchmark, such as ``gov_report``.
+        """
         name = line.take("id")
         prompt = line.take("input")
         answers = (_gold(line, subset),) if self.split == "validation" else ()

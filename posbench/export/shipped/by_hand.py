@@ -311,10 +311,17 @@ def ms_poe(call: AttentionCall) -> Tensor:
 
 
 def head_ratios(call: AttentionCall) -> Tensor:
-    """Return the ratio of each head, [B, H], by its number of outlying attention weights.
+    """Return the ratio by which each head divides positions, [B, H], by its number of outlying attention weights.
 
     A weight in the row of the last prompt token is outlying if it is alpha times the
     mean (Zhang et al. 2024, Algorithm 1). Ratios grow evenly over the ranks of heads.
+
+    Args:
+        call: The attention call of one layer, with the method's constants in its state:
+            ``variant`` is ``paper`` or ``official`` (the released program, which compares
+            queries and keys without RoPE); ``order`` is ``rank`` (head of rank i gets ratio
+            i), ``permutation`` (as released: head i gets the ratio at the i-th place of the
+            sorted heads) or ``reversed`` (by the heads' numbers alone, from last to first).
     """
     constants = call.state.constants
     num_heads = call.query.shape[1]
@@ -340,6 +347,7 @@ def head_ratios(call: AttentionCall) -> Tensor:
         num_outlying = (is_outlying & (mean > 0)).sum(-1)
         ranks = num_outlying.argsort(dim=1, descending=True, stable=True)
         if constants["order"] != "permutation":
+            # From the heads in sorted order to the place of each head in it.
             ranks = ranks.argsort(dim=1)
     steps = max(num_heads - 1, 1) if is_paper_variant else num_heads
     return low + (high - low) * ranks.float() / steps

@@ -317,13 +317,16 @@ def record_keys_values(attention: Any, args: Any, kwargs: Any) -> RecordingCache
 
 
 def select_tokens(name: str, value: Any, tokens: slice, num_tokens: int) -> Any:
-    """What an argument of the forward is for a range of the tokens.
+    """Return the part of one argument of a model's forward that belongs to a range of the tokens.
 
     Args:
         name: Name of the argument.
         value: Its value for all tokens.
         tokens: The range. Its mask covers all tokens before it, too.
         num_tokens: Number of all tokens.
+
+    Returns:
+        A slice of a tensor that has a place for each token; any other value as it is.
     """
     if not isinstance(value, torch.Tensor):
         if name == "attention_mask" and value is not None:

@@ -379,14 +379,19 @@ class ModelCheck:
         """Yield a row of ``checks`` for each setup, method and quantity.
 
         A setup that cannot run this model has one row, with the reason.
+
+        Args:
+            plan: The setups: a dtype and an attention kernel each, on the first GPU or also the second one.
         """
         for setup in plan:
+            # One model, the smallest, shows whether a second GPU works.
             if setup.second and self.name != TINY:
                 continue
             # The study has to catch any GPU error; not every family has every kernel.
             try:
                 lm = self.model(setup)
             except Exception as error:  # noqa: BLE001
+                # The kernel that is chosen by default has to run.
                 verdict = "failed" if setup.kernel == "auto" else NOT_RUN
                 yield _row(
                     setup, model=self.name, verdict=verdict, reason=_reason(error)
@@ -426,6 +431,13 @@ class ModelCheck:
         """Return the largest difference allowed by quantity; empty where the CPU gives no numbers in that dtype.
 
         In half precision it follows from the rounding errors of the CPU in the same dtype.
+
+        Args:
+            setup: Dtype and kernel that are checked.
+            name: Name of the method.
+
+        Returns:
+            By ``logits``, ``losses`` (nats), and in float32 ``replies`` (share of replies that differ).
         """
         dtype = setup.dtype
         if dtype not in HALF_PRECISION:

@@ -180,7 +180,16 @@ class Latency(TimingStudy):
         return rows
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Compare each ratio of times in a paper with the one measured at the same prompt length."""
+        """Compare each ratio of times in a paper with the one measured at the same prompt length.
+
+        Args:
+            tables: Those of :meth:`measure`; ``generation`` has a row for each way to generate and prompt length
+                (tokens).
+
+        Returns:
+            A finding for each ratio; it says untestable where the way was measured at other lengths only.
+        """
+        # The user asks for no paper's claims.
         if self.claims_of is None:
             return []
         columns = ["way", "tokens"]

@@ -44,7 +44,7 @@ class Precision(Study):
     dtypes: Annotated[tuple[Dtype, ...], MinLen(1)] = ("float32", "bfloat16", "float16")
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
+        """Return the tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
 
         ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
         moves the logits. ``drifts`` is by batch, against one prompt at a time.

@@ -371,6 +371,15 @@ def looped(
     """Return the same outputs as :func:`staged` from stock transformers, prompt by prompt.
 
     Each choice of a question costs a forward of its own.
+
+    Args:
+        lm: The model.
+        task: Says how a prompt is answered.
+        examples: The prompts.
+        methods: The methods, by name.
+
+    Returns:
+        The output of each prompt, method after method.
     """
     outputs = []
     for method in methods.values():
@@ -388,7 +397,18 @@ def stock_batches(
     methods: Mapping[str, Method],
     run: Run,
 ) -> Outputs:
-    """Return the same replies as :func:`staged` from stock transformers in padded batches, longest prompts first."""
+    """Return the same replies as :func:`staged` from stock transformers in padded batches, longest prompts first.
+
+    Args:
+        lm: The model.
+        task: Limits the replies.
+        examples: The prompts.
+        methods: The methods, by name.
+        run: Has the size of a batch.
+
+    Returns:
+        The reply to each prompt in the given order, method after method.
+    """
     tokenizer = lm.need_tokenizer()
     outputs = []
     for method in methods.values():
