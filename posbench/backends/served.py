@@ -659,7 +659,16 @@ class Endpoint(Backend):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """The decoding settings that were sent, left out or left open, for the run's record; known after the probe."""
+        """Return the decoding settings that were sent, left out or left open, for the run's record.
+
+        They are known after the probe.
+
+        Returns:
+            ``sent``: fields and values; ``left_out``: fields of greedy decoding that the server does not take;
+            ``open_penalties``: penalties on repeated words that no field switches off, so that the server's may act;
+            ``stop``: whether the server ends replies at the stop texts (sent), or this program cuts them (here); the
+            form of requests (``api``, ``length``, ``thinking``), ``thinking_tokens``, and the name of the ``model``.
+        """
         profile = self.profile
         sent = dict(profile.settings)
         if profile.temperature is not None:

@@ -169,6 +169,7 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
         print(line)
     console = make_console()
     config = run.config
+    # A server's requests are counted; of a backend that the user wrote nothing is known.
     if config.server and not config.model.backend:
         endpoint = Endpoint(config.model, config.server)
         lines = describe_endpoint(endpoint)

@@ -104,6 +104,7 @@ class AttentionBuckets(Method):
         def mixed_forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal current_bases
             call = bind_call(signature, args, kwargs)
+            # The loss is that of the mixed logits, so the forwards below give logits alone.
             labels = call.pop("labels", None)
             return_dict = call.pop("return_dict", None)
             cache = call.pop("past_key_values", None)
@@ -115,6 +116,7 @@ class AttentionBuckets(Method):
                 or count_hooks(model) != own_listeners
             )
             observed = observed_from_outside or observed_from_inside
+            # Bases run as rows of one batch, as many at once as batch_tokens allows.
             group_size = num_bases
             if self.batch_tokens and not observed and _is_joinable(cache):
                 num_fitting = self.batch_tokens // (num_rows * num_tokens)

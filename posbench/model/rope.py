@@ -515,7 +515,22 @@ class _HandAttention:
         following: AttentionFunction,
         **settings: Any,
     ) -> Any:
-        """Attend as the layer's function says; an attention function of :data:`posbench.model.hooks.AttentionFunction`.
+        """Let the layer's function rotate queries and keys and attend, in place of a model's attention kernel.
+
+        It is an attention function as of :data:`posbench.model.hooks.AttentionFunction`. The hook before the attention
+        module has left the positions, the cache and the rotary embedding's call in ``steps``.
+
+        Args:
+            module: The attention module of a layer.
+            query: Queries of the new tokens that are not rotated yet, [B, H, T, d].
+            key: Keys of all tokens that are not rotated yet, [B, G, S, d].
+            value: Values of all tokens, [B, G, S, d].
+            mask: The kernel's mask; None: causal.
+            following: The model's own kernel.
+            **settings: Its other arguments.
+
+        Returns:
+            The output, [B, T, H, d], and the attention weights, None where the kernel gives none.
 
         Raises:
             ValueError: The cache holds keys that were computed outside the block, whose positions are not known.

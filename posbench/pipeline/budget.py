@@ -869,6 +869,13 @@ def _question_limit(
     """Return the most questions at each gold position that a run may begin; ``questions`` of them are sure to fit.
 
     Replies may end earlier than planned, so a run that stops at its budget has spare questions.
+
+    Args:
+        chooser: Chooses the sizes of the run.
+        budget: The budget: a time, or a number of prompts, tokens or dollars.
+        option: The chosen settings with their cost.
+        questions: Questions at each position that are sure to fit.
+        available: What is left of the budget, in its unit.
     """
     server = chooser.config.server
     thinks = server is not None and bool(server.thinking)
@@ -876,6 +883,7 @@ def _question_limit(
     # How many tokens a model thinks cannot be planned.
     if thinks and (budget.tokens or budget.usd):
         return spare_limit
+    # The clock stops the run: it may begin what the rest of the time could be enough for.
     if budget.seconds:
         affordable = max(questions, chooser.most_questions(option, available))
         return min(affordable, spare_limit)

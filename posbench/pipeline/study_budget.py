@@ -247,10 +247,12 @@ def describe_long_study(config: Config, run: Run) -> str:
         config: The run.
         run: The same run, its model loaded.
     """
+    # Such studies have no sizes that could be lowered, or no model to time.
     if not config.study or not config.study.smallest or not config.uses_model:
         return ""
     reader, speed, costs = probe_speed(config, run)
 
+    # A study times more than its forward passes: that much longer, as long as it was never timed itself.
     def seconds_of(work: WorkEstimate) -> float:
         return FIRST_TIME_RATIO * speed.seconds(costs, work)
 
@@ -260,10 +262,12 @@ def describe_long_study(config: Config, run: Run) -> str:
         return ""
     line = f"this study takes about {duration(seconds)} on this machine"
     for text in SUGGESTED_BUDGETS:
+        # Speeds vary: a plan keeps a part of the budget.
         total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
         if total >= seconds:
             return f"{line}; budget={text} holds all of it"
         chosen = chooser.choose(seconds_of, total)
+        # A budget that leaves a handful of questions would be no good advice.
         # A pair: settings of the task, and the study's first size.
         if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
             sizes = spelled({**chosen[0], **chooser.settings_for(chosen[1])})

@@ -183,6 +183,7 @@ class ChannelSearch(DeploySearch):
             hint = "leave out search.scaled, or set search.variant=paper"
             raise UserError("search.scaled", self.scaled, allowed, hint)
         lm = run.lm
+        # The filter averages over a window, drops the first means, and needs some more to fit a line.
         minimum = self._min_length
         reason = "search.window + search.skip + 7"
         if self.variant == "official":
@@ -192,6 +193,7 @@ class ChannelSearch(DeploySearch):
             allowed = f"from {minimum} ({reason}) to {lm.context_window} (context window of {lm.name})"
             hint = f"set search.length={lm.context_window}, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
+        # The search fills one channel: of several typed at once it can fill none.
         channel = self._pinned(run).get("channel")
         if run.method.target and not isinstance(channel, int | None):
             field = f"{run.method.target.where}.channel"

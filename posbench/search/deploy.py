@@ -369,6 +369,7 @@ class DeploySearch(Search):
         table = read("deploy")
         if table is None:
             return []
+        # Two losses: as searched, for the last token alone, and as the shipped files compute it.
         header = ["candidate", "loss, last token", "loss as shipped", "price"]
         estimates = ["price"]
         if "side_rise" in table:
@@ -383,6 +384,7 @@ class DeploySearch(Search):
             mark = ""
             if row["selected"]:
                 mark = "yes"
+            # It harms the side task more than search.side_rise allows.
             elif not row["allowed"]:
                 mark = "exceeds"
             rows.append([row["candidate"], *cells, mark])

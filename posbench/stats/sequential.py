@@ -235,6 +235,9 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
 def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
     """Return the number of questions that a run needs for its verdict, in each of some simulated continuations.
 
+    A continuation asks the questions so far again, drawn at random. The positions of some are shuffled: of as many as
+    it takes to remove what noise alone explains of the differences between positions.
+
     Args:
         scores: Scores so far, shape (questions, positions).
         farthest: Number of questions up to which runs are continued; one that needs more is infinite.
@@ -249,8 +252,10 @@ def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Arr
     times = []
     for _ in range(FUTURES):
         drawn = scores[rng.integers(num_questions, size=size)]
+        # With few questions nothing can be told from noise: all are shuffled.
         share = 1.0
         if num_questions >= FIRST_FORECAST:
+            # How much variance between positions noise alone may have given, drawn anew in each continuation.
             explained = noise * rng.chisquare(num_positions - 1) / (num_positions - 1)
             share = explained / variance
         # Differences of the positions that noise alone explains are shuffled away.
