@@ -357,11 +357,17 @@ def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
-    """Return the config for the record of an export: with the constants that are written, and absolute paths."""
+    """Return the config for the record of an export: with the constants that are written, and absolute paths.
+
+    Args:
+        config: The config of the export.
+        fix: The method with its constants, and the model that it is written for.
+    """
     method = with_constants(config.raw["method"], asdict(fix.method))
     raw = {**config.raw, "method": method}
     source = config.model.checkpoint
     is_embedded = config.model.path.startswith(paths.EMBEDDED)
+    # A path is relative to the folder in which the command was typed.
     if source.kind == "path" and not is_embedded:
         raw["model"] = {**raw["model"], "path": fix.files}
     elif source.kind == "gguf":

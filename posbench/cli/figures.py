@@ -341,6 +341,9 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuse ``experiment=NAME`` (the name alone is meant), a budget, and unknown flags.
 
+    Args:
+        overrides: The arguments that name neither an experiment nor a paper.
+
     Raises:
         UserError: The first of these.
     """

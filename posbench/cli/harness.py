@@ -301,6 +301,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         Its keys describe the request alone: answers of another model or method would be
         returned as this model's.
 
+        Args:
+            cache_hook: The harness's, with a file of answers in ``dbdict``; None there without a cache.
+
         Raises:
             UserError: Something else filled the file.
         """
@@ -381,6 +384,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Return the log-likelihoods (nats) of whole texts, for methods that treat all tokens alike.
+
+        Args:
+            requests: The harness's requests, a text each.
+            disable_tqdm: Whether to show no progress bar.
 
         Raises:
             UserError: The method treats the last prompt token apart, and a whole text has no prompt.

@@ -525,7 +525,14 @@ def _run_job(
 
 
 def _show_config(args: list[str]) -> int:
-    """Print the whole config of ``--cfg job``, filled in and resolved."""
+    """Print the whole config of ``--cfg job``, filled in and resolved, as YAML; of a sweep that of each job.
+
+    Args:
+        args: The command line; ``--cfg`` is among them.
+
+    Returns:
+        The exit status.
+    """
     import yaml
 
     from posbench.pipeline.compose import compose

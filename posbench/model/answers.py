@@ -526,8 +526,13 @@ def read_echoed_logprobs(
 
 
 def read_prompt_logprobs(answer: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """Return each token of the prompt with its log-probability (nats, None for the first), from vLLM's
-    ``prompt_logprobs``.
+    """Return each token of the prompt with its log-probability, from vLLM's ``prompt_logprobs``.
+
+    Args:
+        answer: JSON of the server's answer.
+
+    Returns:
+        Token and nats, in the prompt's order; None for the first token, before which there is nothing.
 
     Raises:
         RequestError: An entry does not hold one token.
@@ -538,6 +543,7 @@ def read_prompt_logprobs(answer: Mapping[str, Any]) -> list[tuple[str, float | N
     tokens: list[str] = []
     nats: list[Any] = []
     for index, entry in enumerate(entries):
+        # The first token, on which there is no prediction.
         if not entry:
             tokens.append("")
             nats.append(None)

@@ -536,6 +536,10 @@ class Encoder:
 
         The pair is tokenised as one text where the prompt's tokens stay the same in it; otherwise the text alone.
         (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
+
+        Args:
+            encoded: The prompt, as text and token ids.
+            text: What follows, such as an answer.
         """
         prompt_ids = encoded.ids
         # Depending on whether a chat template wrote the special tokens or the tokenizer adds them.

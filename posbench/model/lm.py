@@ -133,7 +133,9 @@ class LM(Encoder):
     ) -> tuple[Tensor, Tensor]:
         """Return token ids and mask of prompts, padded on the left to the longest, [B, T] each.
 
-        Tokens in columns from ``past`` on are counted as read by the model; earlier ones are in its cache.
+        Args:
+            rows: Token ids of each prompt.
+            past: Tokens in columns from here on are counted as read by the model; earlier ones are in its cache.
         """
         width = max(map(len, rows))
         ids = np.full((len(rows), width), self._pad_id())

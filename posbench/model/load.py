@@ -428,7 +428,17 @@ def _load_checkpoint(
     device_map: str | dict[str, Any] | None,
     max_memory: dict[int | str, str] | None,
 ) -> LM:
-    """Return the model of a config, with weights and tokenizer; arguments as of :func:`load`."""
+    """Return the model of a config, with weights and tokenizer.
+
+    Args:
+        config: Says which checkpoint, and how it is loaded.
+        device: Name of the device, such as ``cuda``, or ``auto``.
+        device_map: How its parts are spread over several devices, as transformers has it; None: all on ``device``.
+        max_memory: Most memory on each device, such as ``{0: "10GB"}``; None: no limit.
+
+    Raises:
+        UserError: The model is on a server, or the checkpoint cannot be loaded.
+    """
     if not config.in_process:
         allowed = "null: posbench.load reads a checkpoint, not a server"
         hint = "leave out base_url, or run posbench model.base_url=URL"

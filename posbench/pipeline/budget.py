@@ -533,6 +533,9 @@ class Chooser:
         """Yield sizes of the search by config key, ever smaller: each number halved, down to its minimum.
 
         The first is empty: the search as configured. Sizes that the user typed stay as they are.
+
+        Args:
+            chosen: Settings that are chosen already, by config key.
         """
         config = with_settings(self.config, chosen)
         sizes_and_minima = {

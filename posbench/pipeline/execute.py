@@ -652,6 +652,10 @@ def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:
 
     The run is marked as mixed, so that no other run copies rows from it.
 
+    Args:
+        contents: The files that the run reads, with their digests when it began.
+        out: Folder of the run.
+
     Raises:
         UserError: A file holds something else than when the run began.
     """

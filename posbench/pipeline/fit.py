@@ -499,6 +499,7 @@ def _unknown_words(encoder: Encoder, text: str) -> list[str]:
     It is empty where the tokenizer gives no offsets.
     """
     tokenizer = encoder.need_tokenizer()
+    # Only a fast tokenizer says which characters a token covers.
     if not tokenizer.is_fast:
         return []
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -113,6 +113,11 @@ def check_backend(config: Config, run: Run) -> dict[str, Any]:
 def _describe_server(config: Config, run: Run, endpoint: Endpoint) -> str:
     """Print a server's properties, and compare a few of its replies with its checkpoint's.
 
+    Args:
+        config: The run, with a served model.
+        run: The same run: its console, and the tokenizer.
+        endpoint: The server.
+
     Returns:
         The sentence on the comparison.
     """

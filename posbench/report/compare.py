@@ -272,6 +272,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
         for each of :data:`MEASURES`.
     """
     common = [key for key in first.prompts if key in second.prompts]
+    # Few prompts in common would give a difference of those few alone.
     if not common or len(common) < min(len(first.prompts), len(second.prompts)):
         result: dict[str, Any] = {"pairs": 0}
         for measure, (metric, _) in MEASURES.items():

@@ -147,7 +147,13 @@ class RunExamples:
         return full_prompt(example) if in_full else excerpt(example)
 
     def _reply(self, row: Row, example: Example | None, in_full: bool) -> str:
-        """Return the lines on one method's row: score, rewritten prompt and thinking if any, reply, and its answer."""
+        """Return the lines on one method's row: score, rewritten prompt and thinking if any, reply, and its answer.
+
+        Args:
+            row: A row of predictions.jsonl.
+            example: The example; None where the task's data is not here.
+            in_full: Whether texts are printed whole, else shortened.
+        """
         method = display_name(row["method"])
         if "error" in row:
             return f"{method}: failed ({row['error']})"

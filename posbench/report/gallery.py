@@ -161,6 +161,11 @@ def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
 def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
     """Copy one figure in all formats that there are.
 
+    Args:
+        entry: The experiment.
+        panel: A figure of one of its runs, with the caption.
+        root: The gallery's folder.
+
     Returns:
         Values for the page: ``file`` (the picture shown), ``further`` (format and file of the others), its size in
         pixels, ``caption``, and ``label`` of its run if the entry has several.

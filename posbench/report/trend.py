@@ -147,6 +147,15 @@ class _Trend:
     """
 
     def __init__(self, folders: Mapping[float, Path], axis: str) -> None:
+        """Read what the runs of a sweep have in common.
+
+        Args:
+            folders: Folder of the run at each number.
+            axis: Config key of the number, such as ``method.factor``.
+
+        Raises:
+            UserError: A run's files are not as it left them.
+        """
         self.axis = axis
         self.rows: list[Row] = []
         self.findings: list[Finding] = []

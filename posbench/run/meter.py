@@ -39,13 +39,19 @@ class StageMeter:
 
     @contextmanager
     def stage(self, name: str, out: RunDir) -> Iterator[None]:
-        """Record in the run folder the time, tokens, cost and peak memory of a stage (the block), even if it fails."""
+        """Record in the run folder the time, tokens, cost and peak memory of a stage (the block), even if it fails.
+
+        Args:
+            name: Name of the stage, such as ``evaluate``.
+            out: The run folder.
+        """
         started = time.monotonic()
         self._loops = {}
         try:
             yield
         finally:
             amounts = {"seconds": time.monotonic() - started}
+            # Other stages ask the model for nothing.
             if name in STAGES_WITH_TOKENS:
                 amounts |= self._loops
                 cost = price_of(

@@ -332,6 +332,9 @@ class DeploySearch(Search):
     def facts(self, table: pd.DataFrame) -> dict[str, Any]:
         """Return what ``found.yaml`` says of the setting to ship, from ``deploy.csv``.
 
+        Args:
+            table: Its rows, a candidate each, with the columns ``selected`` and ``best_last_1`` (True in one row each).
+
         Returns:
             Values by name: format, the chosen candidate and its loss, the best candidate for the last token alone, the
             price (how much higher the loss is as shipped), and the effect on the side task.

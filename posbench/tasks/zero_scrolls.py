@@ -161,7 +161,12 @@ class ZeroSCROLLS(EvaluationOnly):
         return {"zero_scrolls_predictions.csv": table.to_csv(index=False)}
 
     def _subset(self, folder: Path, subset: str) -> list[Example]:
-        """Return the examples of a task with all of their references, which the file has in lines of the same id."""
+        """Return the examples of a task with all of their references, which the file has in lines of the same id.
+
+        Args:
+            folder: The folder with the benchmark's files.
+            subset: Name of the dataset in the benchmark, such as ``gov_report``.
+        """
         hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
         name = f"{subset}/{self.split}.jsonl"
         file, member = find_file(folder, (name,), hint, archive=f"{subset}.zip")

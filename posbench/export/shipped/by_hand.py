@@ -282,6 +282,10 @@ def ms_poe(call: AttentionCall) -> Tensor:
     """Return the attention output [B, T, H, d] of Ms-PoE: each head divides positions by a ratio.
 
     Ratios are chosen once, at the end of the prompt, and kept for generated tokens.
+
+    Args:
+        call: Queries and keys [.., d] of one layer before rotation, values, positions, the
+            kernel, and the method's constants and what it kept since the prompt.
     """
     tables = call.state.rotary_tables
     prompt_values = call.state.prompt_values
@@ -354,7 +358,11 @@ def head_ratios(call: AttentionCall) -> Tensor:
 
 
 def moice(call: AttentionCall) -> Tensor:
-    """Attention under every base, mixed with a router's weights per token and head.
+    """Return the attention under every base, mixed with a router's weights per token and head.
+
+    Args:
+        call: Queries and keys [.., d] of one layer before rotation, values, positions, the
+            kernel, and the method's constants, among them ``bases``.
 
     Returns:
         The output [B, T, H, d] in the dtype of the queries.
@@ -376,6 +384,11 @@ def base_weights(attention: Any, query: Tensor, constants: Any) -> Tensor:
 
     They sum to 1; only the largest ``top_k`` of a token and head are not 0. Without a
     router all are equal.
+
+    Args:
+        attention: The layer's attention module; holds the trained ``router``, if any.
+        query: The queries, rotated under the first base.
+        constants: The method's: ``bases`` (N), ``router`` (whether there is one), ``top_k``.
     """
     num_bases = len(constants["bases"])
     if not constants.get("router"):

@@ -67,9 +67,15 @@ class Tiles(Kernels):
     """
 
     def attend(self, *args: Any, following: Any, **settings: Any) -> Any:
-        """Compute the mean attention output over ``count`` copies of the keys, tile by tile; an attention function.
+        """Compute the mean attention output over ``count`` copies of the keys, tile by tile.
 
-        Queries are [B, H, T, d], keys and values [B, G, T, d].
+        This measures how fast plain matrix products could compute a method with several bases.
+
+        Args:
+            *args: As of an attention kernel of transformers: the module, queries [B, H, T, d], keys and values
+                [B, G, T, d], and a mask, in place of which this is causal.
+            following: The model's own kernel, which is not called.
+            **settings: Other arguments of a kernel; ``scaling`` is the factor of the scores.
 
         Returns:
             The output [B, T, H, d], and None for the weights.
@@ -96,6 +102,7 @@ class Tiles(Kernels):
                 weights = query.new_zeros(end - start, end)
                 for base_keys in keys:
                     torch.mm(queries, base_keys[row_and_head][:end].T, out=scores)
+                    # Only the last tile of keys has some that come after a query.
                     scores[:, start:] += tile_mask
                     weights += torch.softmax(scores, -1, out=scores)
                 tile = output[row_and_head][start:end]

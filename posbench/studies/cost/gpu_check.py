@@ -562,7 +562,11 @@ def _reason(error: Exception) -> str:
 
 @plot.styled
 def checks_figure(checks: pd.DataFrame) -> Figure:
-    """Draw a panel for each quantity: by method and setup, the largest difference divided by its tolerance."""
+    """Draw a panel for each quantity: by method and setup, the largest difference divided by its tolerance.
+
+    Args:
+        checks: Rows of method, setup, quantity, value (the difference; missing where a check did not run), tolerance.
+    """
     rows = checks[checks["value"].notna()]
     rows = rows.assign(ratio=rows["value"] / rows["tolerance"])
     methods = list(rows["method"].unique())[::-1]
@@ -575,6 +579,7 @@ def checks_figure(checks: pd.DataFrame) -> Figure:
         for index, setup in enumerate(setups):
             part = rows[(rows["quantity"] == quantity) & (rows["setup"] == setup)]
             worst = part.groupby("method")["ratio"].max()
+            # Setups lie beside each other on the line of a method.
             offset = 0.16 * ((len(setups) - 1) / 2 - index)
             y = [methods.index(method) + offset for method in worst.index]
             style = plot.line_style(index) | {"linestyle": "", "label": setup}

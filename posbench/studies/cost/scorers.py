@@ -149,7 +149,11 @@ class Scorers(Study):
         return {"scores": compare_with_official(self.folder)}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        """Judge whether every score of ours equals the official one."""
+        """Judge whether every score of ours equals the official one.
+
+        Args:
+            tables: Those of :meth:`measure`; ``scores`` has the number of outputs and of equal scores by benchmark.
+        """
         table = tables["scores"]
         equal = int(table["equal"].sum())
         outputs = int(table["outputs"].sum())
@@ -162,6 +166,7 @@ class Scorers(Study):
             (equal / outputs, outputs),
             f"{equal} of {outputs}; not in that folder: {missing or 'none'}",
         )
+        # No paper claims it: it is a control.
         return [finding.control()]
 
 
