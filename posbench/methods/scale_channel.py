@@ -70,12 +70,14 @@ def scale_cached_keys(
         method: The method.
     """
     cache = fork_cache(prefix.cache)
+    # Only tokens to come are scaled, or no layer of the method was recorded.
     if method.tokens == "last" or not prefix.inputs:
         return cache
     for index in method.layer_indices:
         layer = cache.layers[index]
         # A sliding-window layer keeps the newest tokens only.
         newest = slice(-layer.keys.shape[-2], None)
+        # A channel's share of a linear key is added; behind a norm, say, keys are computed anew.
         if families.keys_are_linear(model, index):
             term = key_term(prefix, model, index, method.channels)[..., newest, :]
             term = _match_heads(term, layer.keys)

@@ -405,14 +405,18 @@ class Encoder:
         """Return the characters of the task's prompt that each token covers.
 
         Args:
-            text: The rendered text.
-            pieces: The pieces of the prompt in it.
+            text: The rendered text: the prompt, shortened perhaps, as the chat template holds it.
+            pieces: The pieces of the prompt in it, and where each begins in the task's prompt.
             has_template: Whether a chat template made the text.
             length: Number of tokens of the text.
             num_added: Number of tokens put before the text.
+
+        Returns:
+            First character and end for each token; an empty span for tokens of no character of the prompt.
         """
         tokenizer = self.need_tokenizer()
         spans = [NO_CHARACTERS] * length
+        # Others do not say which characters a token covers.
         if tokenizer.is_fast:
             encoding = tokenizer(
                 text, add_special_tokens=not has_template, return_offsets_mapping=True
@@ -420,6 +424,7 @@ class Encoder:
             spans = encoding["offset_mapping"][:length]
         spans = [NO_CHARACTERS] * num_added + spans
         start, (first, last) = _place_of("".join(piece.text for piece in pieces), text)
+        # How far each piece lies from its place in the task's prompt.
         shifts = []
         for piece in pieces:
             offset = None if piece.start is None else piece.start - start

@@ -125,10 +125,16 @@ class LastRows:
     def _scale(self, layer: int, last_query: Tensor, key: Tensor) -> Tensor:
         """Scale a layer's keys in place, and return scaled queries.
 
+        Queries and keys are linear in the layer's input. So what a scaled channel adds to them is (factor - 1) times
+        the channel's value times its column of the weights, which then rotates as they do.
+
         Args:
             layer: The layer.
             last_query: Queries of the last n tokens, [B, H, n, d].
             key: Keys of all T tokens, [B, G, T, d].
+
+        Returns:
+            The scaled queries, [B, H, n, d].
         """
         hidden, table = self._inputs.pop(layer)
         columns = self._read_columns(layer, key.shape[-1], table)
@@ -139,9 +145,9 @@ class LastRows:
         if table is not None:
             cos, sin = _per_coordinate(table, key.shape[-1])
         for channel in self.channels:
-            # (s - 1) h_p, [B, 1, T, 1]
-            # What scaling adds to queries and keys: (factor - 1) times the channel, times its column.
+            # (factor - 1) times the channel's value, [B, 1, T, 1].
             share = (hidden[..., channel] * (self.factor - 1))[:, None, :, None]
+            # The column as it is, and turned by a right angle.
             straight, turned = columns[layer, channel]
             terms = [(share, straight)]
             if table is not None:

@@ -432,9 +432,9 @@ def _load_checkpoint(
 
     Args:
         config: Says which checkpoint, and how it is loaded.
-        device: Name of the device, such as ``cuda``, or ``auto``.
-        device_map: How its parts are spread over several devices, as transformers has it; None: all on ``device``.
-        max_memory: Most memory on each device, such as ``{0: "10GB"}``; None: no limit.
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
+        device_map: Shards the layers over devices instead, as accelerate's; None: all on ``device``.
+        max_memory: For a ``device_map`` in words: ``{0: "70GiB", "cpu": "100GiB"}``.
 
     Raises:
         UserError: The model is on a server, or the checkpoint cannot be loaded.

@@ -340,8 +340,12 @@ def statistic_rows(
         chance: Score of a guess, 0..1.
         notes: Why nothing can be said about a method, by its name; by default its :func:`score_limit_note`.
         anytime: Intervals that hold at any time, by method, for methods whose scores decided the number of questions.
+
+    Yields:
+        Rows of method, statistic, estimate (NaN where nothing can be said) and note (why).
     """
     placed = frame.dropna(subset=["gold_position", name])
+    # A curve of fewer positions has no middle.
     if placed["gold_position"].nunique() < 3:
         return
     all_curves = position_curves(placed, name, "method", resamples, seed)
@@ -391,6 +395,7 @@ def statistic_rows(
         for position, contrast in zip(groups, contrasts, strict=True):
             row = StatisticRow(method, CONTRAST, _unless(floor, contrast), floor)
             yield row._replace(position=float(position))
+        # A difference says nothing where one of the two methods says nothing.
         either_note = note or base_note
         for key in BOOTSTRAPPED:
             yield StatisticRow(method, key, _unless(note, own[key]), note)
