@@ -90,7 +90,8 @@ class MsPoE(Method):
     def head_ratios(self, outlying: Tensor) -> Tensor:
         """Return the ratio by which each head divides positions, evenly spaced between the two of ``ratios``.
 
-        With the paper's order, the head with most outlying keys gets the smallest ratio.
+        With the paper's order (rank), the head with most outlying keys gets the smallest ratio. The released program's
+        (permutation) gives head i the ratio whose number is the head of rank i; reversed looks at no scores.
 
         Args:
             outlying: Number of outlying keys of each head, shape (B, H).

@@ -134,6 +134,7 @@ def doing(text: str | Callable[[], str], is_timed: bool = True) -> Iterator[None
         text: The activity, or a function that returns its current description.
         is_timed: Whether its time is printed, too.
     """
+    # Nobody prints: a library call, or a command that has ended.
     if not _current:
         yield
         return

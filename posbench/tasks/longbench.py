@@ -160,6 +160,7 @@ class LongBench(EvaluationOnly):
             The number as ``score``, 0..1.
         """
         task = example.meta["task"]
+        # Scripts of papers differ: that of Yu et al. strips replies.
         if self.protocol == "yu":
             text = text.strip()
         # As the benchmark does: after the answer, models go on with another question.

@@ -44,10 +44,11 @@ class Precision(Study):
     dtypes: Annotated[tuple[Dtype, ...], MinLen(1)] = ("float32", "bfloat16", "float16")
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Return the tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
+        """Return the tables ``errors`` and ``drifts``: by method and weights, how far the logits of prompts differ.
 
         ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
-        moves the logits. ``drifts`` is by batch, against one prompt at a time.
+        moves the logits. ``drifts`` is by batch, against one prompt at a time. Both have the columns of
+        :func:`compare`.
         """
         prompts = self._prompts(run)
         methods = applicable_methods(
