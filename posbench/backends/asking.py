@@ -135,7 +135,16 @@ def _spread(examples: Sequence[Example], count: int) -> list[Example]:
 def _reply_to_beginning(
     endpoint: Endpoint, encoder: Encoder, lm: LM, example: Example
 ) -> tuple[str, str]:
-    """Return the replies of a server and of its checkpoint to the beginning of an example's prompt.
+    """Return the replies of a server and of its checkpoint in process to the beginning of an example's prompt.
+
+    Args:
+        endpoint: The server.
+        encoder: Encodes as the server's tokenizer does.
+        lm: The checkpoint.
+        example: The example.
+
+    Returns:
+        The server's reply (or why it refuses the prompt), and that of the checkpoint.
 
     Raises:
         RequestError: The server gave no reply.
@@ -158,10 +167,10 @@ def _reply_to_beginning(
 
 
 def _load_reference(model: ModelConfig) -> LM:
-    """The checkpoint of a served model in process, on the CPU: the server may need the whole GPU.
+    """Load the checkpoint of a served model in this process, on the CPU: the server may need the whole GPU.
 
     Raises:
-        UserError: It is not on this machine, too large for a look, or cannot be loaded.
+        UserError: It is not on this machine, too large to load just for a comparison, or cannot be loaded.
     """
     defaults = {
         key.name: key.default for key in fields(ModelConfig) if key.name in SERVER_KEYS
@@ -229,6 +238,7 @@ def ask(
         "requests": response.requests if response.requests > 1 else None,
         "server": response.server,
     }
+    # Facts that the server did not report are left out of the row.
     unsaid: tuple[Any, ...] = ("", [], None, False)
     stated = {name: value for name, value in facts.items() if value not in unsaid}
     reply = {"output": output, **stated}

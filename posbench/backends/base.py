@@ -151,7 +151,12 @@ class Untokenized(Encoder):
     def encode_whole(
         self, prompts: Sequence[str], forms: Sequence[Mapping[str, Any]]
     ) -> list[Encoded]:
-        """Prompts without tokens: the system message, the prompt, and the beginning of the reply."""
+        """Return prompts without tokens: system message, prompt, and the beginning of the reply as one text each.
+
+        Args:
+            prompts: The prompts.
+            forms: For each: ``system`` and ``prefill``, where there are any.
+        """
         encoded = []
         for prompt, form in zip(prompts, forms, strict=True):
             text = prompt
@@ -248,7 +253,10 @@ class Backend(ABC):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """The decoding settings, for the record: see :attr:`posbench.backends.served.Endpoint.decoding`."""
+        """The decoding settings that were sent, left out or left open, for the run's record.
+
+        See :attr:`posbench.backends.served.Endpoint.decoding`.
+        """
         return {
             "api": self.profile.api,
             "sent": {},
@@ -271,7 +279,12 @@ class Backend(ABC):
 
 
 def with_choice(reply: Reply, choices: Sequence[str]) -> Reply:
-    """Return the reply with the choice that its text names, and how it was read."""
+    """Return a reply with the choice that its text names as its text, or marked as one that names none.
+
+    Args:
+        reply: The reply; a rejected, unfinished or unclear one is returned unchanged.
+        choices: The choices.
+    """
     if reply.rejection or reply.is_thinking or reply.obstacle:
         return reply
     choice = choice_in_reply(reply.text, choices)

@@ -9,7 +9,7 @@ from posbench.schema import instantiate, resolve_target
 
 
 def backend_class(model: ModelConfig) -> type[Backend]:
-    """Return the class that answers for a model that is not in this process.
+    """Return the class that answers for a model that is not in this process: the user's, else the server's client.
 
     Raises:
         UserError: ``model.backend`` names no backend.

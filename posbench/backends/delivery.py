@@ -163,7 +163,11 @@ class _Counts:
         self._noise: int | None = None
 
     def check(self, text: str) -> Delivery:
-        """See :func:`check_delivery`."""
+        """Find out by token counts whether a text arrives whole, else how long a text may be.
+
+        Args:
+            text: A text that is as long as the longest prompt.
+        """
         if self.tokens_if_whole(text) is not None:
             return Delivery(characters=len(text))
         characters = self._longest_whole(text)
@@ -187,7 +191,14 @@ class _Counts:
         return self._count(text) if self._is_whole(text, len(text) // 2) else None
 
     def _count(self, text: str, again: bool = False) -> int:
+        """Return the tokens of a text as the server counts them; each text is sent once unless ``again``.
+
+        Raises:
+            _Rejected: The server refuses the text.
+            _NotCounted: It reports no count.
+        """
         if again or text not in self._known:
+            # With new words in front: of a text in its cache, a server may count what is new alone.
             reply = self._ask(cold(text), 0)
             if reply.rejection:
                 raise _Rejected(reply.rejection)
@@ -197,7 +208,13 @@ class _Counts:
         return self._known[text]
 
     def _measure_beside_text(self, text: str) -> None:
-        """Measure the overhead tokens of a prompt: of the chat template, and of the prefix that makes a text new."""
+        """Measure the tokens of a prompt beside its text: the chat template's, and of the prefix that makes it new.
+
+        Two texts alone have them twice, both together once.
+
+        Raises:
+            _NotCounted: The counts do not grow with the text.
+        """
         size = min(SMALL_CHARACTERS, len(text) // 4)
         start = (len(text) - 2 * size) // 2
         first, second = (
@@ -211,12 +228,18 @@ class _Counts:
         self._beside_text = self._count(first) + self._count(second) - both
 
     def _is_whole(self, text: str, at: int) -> bool:
-        """Whether a text arrives whole: it has the tokens of its two parts."""
+        """Whether a text arrives whole: it has as many tokens as its two parts.
+
+        Args:
+            text: The text.
+            at: Where it is split; both parts must be short enough to arrive whole.
+        """
         parts = (text, text[:at], text[at:])
         whole, first, second = map(self._count, parts)
         missing = first + second - whole - self._beside_text
         if missing <= SLACK_TOKENS:
             return True
+        # A server's counts may vary; how much is measured once.
         if self._noise is None:
             counts = (whole, first, second)
             self._noise = max(
@@ -226,7 +249,10 @@ class _Counts:
         return missing <= SLACK_TOKENS + NOISE_FACTOR * self._noise
 
     def _longest_whole(self, text: str) -> int:
-        """Characters of the longest beginning of a text that arrives whole; 0 where not even a short one does."""
+        """Return the characters of the longest beginning of a text that arrives whole, by bisection.
+
+        0 if not even a short one does.
+        """
         low, high = len(text) // 2, len(text)
         while not self._is_whole(text[:low], low // 2):
             high = low
@@ -259,11 +285,13 @@ class _Values:
         self._filler = " ".join(prompt.translate(str.maketrans('"{}', "'()")).split())
 
     def check(self, characters: int, why: str) -> Delivery:
-        """See :func:`check_delivery`.
+        """Find out by values hidden in the text whether it arrives whole, else how long a text may be.
+
+        Used where token counts cannot be compared.
 
         Args:
             characters: Length of the longest prompt.
-            why: Why no counts are compared, in words.
+            why: Why they cannot, in words.
         """
         short = min(SHORT_CHARACTERS, characters // 2)
         if not all(self._finds(short, depth) for depth in DEPTHS):
@@ -296,7 +324,10 @@ class _Values:
         )
 
     def dropped_part(self, limit: int) -> Part:
-        """Return the part dropped from texts of more than ``limit`` characters; "a part" if it is not known which."""
+        """Return which part is dropped from texts of more than ``limit`` characters; "a part" if it is not known which.
+
+        The model is asked for values hidden at several depths of a shorter and of a longer text.
+        """
         below, above = (int(share * limit) for share in NAMING_LENGTHS)
         try:
             if not all(self._finds(below, depth) for depth in DEPTHS):
@@ -341,7 +372,16 @@ class _Values:
         return num_found >= len(LENGTHS_BELOW) - 1
 
     def _finds(self, characters: int, depth: float, attempts: int = ATTEMPTS) -> bool:
-        """Whether the model finds a value, each time another one."""
+        """Whether the model finds a value hidden in a text; each attempt hides another one.
+
+        Args:
+            characters: Length of the text.
+            depth: Where the value is, 0 (front) to 1 (end).
+            attempts: Attempts of which one has to succeed.
+
+        Raises:
+            _Rejected: The server refuses the text.
+        """
         for _ in range(attempts):
             key, value = secrets.token_hex(4), secrets.token_hex(4)
             text = cold(text_with_value(self._filler, characters, depth, key, value))
@@ -375,7 +415,7 @@ def text_with_value(
 
 
 def _notes(filler: str, characters: int) -> str:
-    """Return lines of a JSON object, ``characters`` long in all, that hold pieces of the filler."""
+    """Return lines of a JSON object, ``characters`` long in all, that hold pieces of a filler text."""
     words = filler * (characters // max(len(filler), 1) + 1)
     lines = list[str]()
     while characters > 0:
@@ -388,7 +428,10 @@ def _notes(filler: str, characters: int) -> str:
 
 
 def _part_without(lost: list[float]) -> Part:
-    """The part that is dropped where values at these depths are not found and others are; empty: not one part."""
+    """Return the part of a text that is dropped, by the depths at which values are not found.
+
+    It is empty where they do not make one part.
+    """
     parts: dict[tuple[float, ...], Part] = {
         (FRONT,): "the front",
         (FRONT, MIDDLE): "the front",
@@ -437,6 +480,7 @@ class RowCheck:
         with self._lock:
             if tokens >= self._share * expected:
                 return True
+            # After some confirmed ones, no further prompt is checked by more requests.
             if self._num_shortened >= SURE_ROWS:
                 return False
             is_whole = self._is_whole_all_the_same(text, tokens)
@@ -448,7 +492,15 @@ class RowCheck:
             return is_whole
 
     def _is_whole_all_the_same(self, text: str, tokens: int) -> bool:
-        """Whether a prompt of few tokens is whole."""
+        """Whether a prompt for which the server counted few tokens arrived whole nevertheless.
+
+        Args:
+            text: The prompt.
+            tokens: The server's count.
+
+        Returns:
+            False also where that cannot be found out.
+        """
         try:
             tokens_if_whole = _Counts(self._ask).tokens_if_whole(text)
             if tokens_if_whole is None:

@@ -77,7 +77,11 @@ class Pacer:
 
     @contextmanager
     def turn(self) -> Iterator[float]:
-        """Wait until a request may be sent, and count it as under way in the block; yield when it was sent."""
+        """Wait until a request may be sent, and count it as being answered inside the block.
+
+        Yields:
+            The time at which it is sent, in seconds of the pacer's clock.
+        """
         with self._changed:
             while True:
                 pause = self._resume_at - self._clock()
@@ -101,6 +105,7 @@ class Pacer:
             tokens: Approximate tokens of a request.
         """
         with self._changed:
+            # About one more at a time after each round of answers.
             self._limit = min(self._limit + 1 / self._limit, float(self.most))
             self._pause = FIRST_PAUSE_SECONDS
             self._refused_since = None
@@ -114,13 +119,19 @@ class Pacer:
     def refused(
         self, began: float, headers: Mapping[str, str], message: str = ""
     ) -> None:
-        """Count a refusal of the request that was sent at ``began``: fewer at a time from now on, after a pause.
+        """Note that a server was too busy for a request: send fewer at a time from now on, after a pause.
+
+        Args:
+            began: When the request was sent.
+            headers: Headers of the response, which may ask to wait.
+            message: What the server said.
 
         Raises:
             ServerBusy: The server asks for a longer wait than :attr:`max_wait`, or refused everything for that time.
         """
         with self._changed:
             now = self._clock()
+            # Requests that were sent before the last decrease say nothing about the new number.
             if began > self._decreased_at:
                 self._limit = max(self._limit / 2, 1.0)
                 self._decreased_at = now
@@ -248,14 +259,19 @@ class ServerSpeed:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """Characters, and seconds to read them without a reply: medians over texts of similar length, in order."""
+        """Points (characters of a prompt, seconds to read it), in order of length.
+
+        They are medians over timed texts of similar length, less the time of their replies.
+        """
         token_seconds = self.token_seconds
         points = []
-        rest = sorted(self.timings)
-        while rest:
-            shortest = rest[0].characters
-            group = [t for t in rest if t.characters <= SAME_LENGTH_RATIO * shortest]
-            rest = rest[len(group) :]
+        remaining = sorted(self.timings)
+        while remaining:
+            shortest = remaining[0].characters
+            group = [
+                t for t in remaining if t.characters <= SAME_LENGTH_RATIO * shortest
+            ]
+            remaining = remaining[len(group) :]
             seconds = median(
                 max(t.seconds - token_seconds * t.reply_tokens, 0.0) for t in group
             )
@@ -271,11 +287,17 @@ class ServerSpeed:
         )
 
     def seconds_of_request(self, characters: float, reply_tokens: float) -> float:
-        """Return the seconds of one request sent alone, interpolated linearly between the timed lengths."""
+        """Return the seconds of one request sent alone, interpolated linearly between the timed lengths.
+
+        Args:
+            characters: Characters of the prompt.
+            reply_tokens: Tokens of the reply.
+        """
         points = self.points
         lengths, seconds = zip(*points, strict=True)
         reading = float(np.interp(characters, lengths, seconds))
         longest, longest_seconds = points[-1]
+        # Outside the timed lengths, in proportion to the nearest.
         if characters > longest:
             slope = longest_seconds / max(longest, 1)
             reading = longest_seconds + slope * (characters - longest)
@@ -284,7 +306,7 @@ class ServerSpeed:
         return reading + self.token_seconds * reply_tokens
 
     def at_once(self, concurrency: int) -> float:
-        """Return how many requests are answered in the time of one, at a given concurrency.
+        """Return how many requests a server answers in the time of one, if ``concurrency`` are sent at once.
 
         A server that answered all timed requests in parallel is taken to answer more in parallel; an untimed one, all.
         """

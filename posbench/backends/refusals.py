@@ -93,7 +93,7 @@ class Refusal:
 def read_refusal(
     status: int, text: str, fields: Collection[str], model: str
 ) -> Refusal:
-    """Read an HTTP error.
+    """Read why a server refused a request, from its HTTP error.
 
     Args:
         status: Its status.
@@ -105,6 +105,7 @@ def read_refusal(
     code = f"{error.get('code')} {error.get('type')}"
     message = str(error.get("message") or text)
     may_be_quota = status in (400, 403, 429)
+    # Such words also stand in errors that pass by themselves.
     is_spent = SPENT_OR_BUSY.search(text) and not RETRY.search(text)
     if status == 402 or (may_be_quota and (QUOTA.search(text) or is_spent)):
         return Refusal("quota")
@@ -136,7 +137,16 @@ def _read_client_error(
     fields: Collection[str],
     model: str,
 ) -> Refusal:
-    """Read an error of the request itself."""
+    """Classify an error status that concerns the request itself, by its text.
+
+    Args:
+        status: HTTP status.
+        text: Whole text of the response.
+        message: The error's message in it.
+        error: The error's object in it.
+        fields: Fields that were sent.
+        model: Name of the model that was asked for.
+    """
     if FILTERED.search(text):
         return Refusal("filter")
     if CUT_BEFORE_REPLY.search(text):
@@ -145,6 +155,7 @@ def _read_client_error(
     about_length = [name for name in named if name.startswith("max_")]
     limit = REPLY_LIMIT.search(message)
     window = WINDOW.search(text)
+    # The reply is too long, not the prompt.
     if about_length and limit and not window:
         return Refusal("length", tuple(about_length), int(limit[1]))
     is_over = TOO_LONG.search(text) or (about_length and window)
@@ -165,7 +176,7 @@ def _read_client_error(
 
 
 def _error_of(text: str) -> Mapping[str, Any]:
-    """The error object of a body; empty where there is none."""
+    """Return the error object in the JSON body of a response; empty where there is none."""
     with suppress(ValueError, RecursionError):
         data = json.loads(text)
         if isinstance(data, dict):
@@ -177,7 +188,13 @@ def _error_of(text: str) -> Mapping[str, Any]:
 def _named_fields(
     text: str, error: Mapping[str, Any], fields: Collection[str]
 ) -> list[str]:
-    """The fields of a request that an error names."""
+    """Return the fields of a request that an error names.
+
+    Args:
+        text: Whole text of the response.
+        error: The error's object in it.
+        fields: Fields that were sent.
+    """
     param = str(error.get("param") or "")
     if param.split(".")[0] in fields:
         return [param.split(".")[0]]
@@ -185,6 +202,7 @@ def _named_fields(
     for name in fields:
         escaped = re.escape(name)
         pattern = rf"\b{escaped}\b"
+        # Such a field name also occurs as a word of a sentence.
         if name in PLAIN_WORDS:
             quoted = rf"[\"'`]{escaped}[\"'`]"
             called = (

@@ -202,7 +202,10 @@ class Endpoint(Backend):
 
     @property
     def thinking_tokens(self) -> int:
-        """Tokens of a reply for thinking."""
+        """The tokens that a reply may take for thinking: the config's, else the default or what the server allows.
+
+        0 for a model that does not think.
+        """
         if self._config.thinking_tokens is not None:
             return self._config.thinking_tokens
         if not self.profile.thinking:
@@ -213,7 +216,7 @@ class Endpoint(Backend):
     # Models of the server
 
     def models(self) -> list[ListedModel]:
-        """The models that the server lists; empty where it has no such list.
+        """Return the models that the server lists; empty where it has no such list.
 
         Raises:
             MachineError: Nothing answers there.
@@ -242,7 +245,7 @@ class Endpoint(Backend):
         ]
 
     def _listed_window(self, entry: Mapping[str, Any]) -> int | None:
-        """The window of a model, from its entry in the list."""
+        """Return a model's context window (tokens) from its entry in the server's list; None if it is not there."""
         meta = entry.get("meta")
         values = [entry.get(name) for name in WINDOW_FIELDS]
         if entry.get("owned_by") == LLAMA_CPP:
@@ -255,7 +258,7 @@ class Endpoint(Backend):
         return None
 
     def _llama_cpp_window(self) -> Any:
-        """Return llama.cpp's window of a request, which may be smaller than the checkpoint's."""
+        """Return llama.cpp's context window of a request, perhaps smaller than the checkpoint's; None if unknown."""
         import openai
 
         root = str(self._config.base_url).removesuffix("/v1")
@@ -334,7 +337,16 @@ class Endpoint(Backend):
     def _choose_api(
         self, apis: Sequence[Api], prompts: Mapping[Api, Prompt], stops: bool
     ) -> Reply:
-        """Ask the first API that the server offers; return the reply."""
+        """Find the first API that the server offers; return its reply to the probe.
+
+        Args:
+            apis: ``completions`` and ``chat``, in the order to try.
+            prompts: The probe's prompt for each.
+            stops: Whether requests will have texts that end a reply.
+
+        Raises:
+            UserError: It offers none.
+        """
         first_error: _RequestRefused | None = None
         temperature = self._config.temperature or 0.0
         for api in apis:
@@ -353,14 +365,19 @@ class Endpoint(Backend):
         raise self._no_api(apis, first_error)
 
     def _find_accepted_form(self, prompt: Prompt, stops: bool) -> Reply:
-        """Change the form of requests until the server takes it; return the reply.
+        """Change the fields of requests until the server takes them; return the reply to the probe.
 
         A field that the server names in its refusal is left out or sent under its other name; if it names none, all
         optional fields are left out.
+
+        Args:
+            prompt: A short question.
+            stops: Whether the run's requests have texts that end a reply, so that the probe has one.
         """
         tried_fields: set[str] = set()
         stop = (PROBE_STOP,) if stops else ()
         while True:
+            # A length field that was refused once is not tried again under that name.
             tried_fields.add(self.profile.length_field)
             began = time.monotonic()
             try:
@@ -381,7 +398,16 @@ class Endpoint(Backend):
     def _leave_out(
         self, names: Sequence[str], message: str, tried_fields: set[str]
     ) -> bool:
-        """Change the form of requests as the server wants it; return whether anything changed."""
+        """Leave out, or rename, fields that the server refuses; return whether anything changed.
+
+        Args:
+            names: The refused fields.
+            message: What the server said.
+            tried_fields: Names under which the length of a reply was already sent.
+
+        Raises:
+            UserError: The user set one of the fields.
+        """
         profile = self.profile
         typed = [name for name in names if name in (self._config.extra_body or {})]
         if typed:
@@ -389,6 +415,7 @@ class Endpoint(Backend):
             allowed = f"a field that {self._config.base_url} takes ({message})"
             hint = "leave it out, or give it another value"
             raise UserError(f"model.extra_body.{typed[0]}", value, allowed, hint)
+        # Optional settings are dropped.
         refused = [name for name in names if name in profile.settings]
         if refused:
             kept = {k: v for k, v in profile.settings.items() if k not in refused}
@@ -397,6 +424,7 @@ class Endpoint(Backend):
         if "stop" in names:
             self._change(sends_stop=False)
             return True
+        # The length of a reply has several names.
         if profile.length_field in names:
             others = [name for name in LENGTH_FIELDS if name not in tried_fields]
             if others:
@@ -411,6 +439,7 @@ class Endpoint(Backend):
                 raise UserError(
                     "model.temperature", self._config.temperature, allowed, hint
                 )
+            # The server's own temperature then; a seed makes its replies repeatable.
             settings = {**profile.settings, "seed": SEED}
             self._change(temperature=None, settings=settings)
             return True
@@ -420,9 +449,14 @@ class Endpoint(Backend):
         self._profile = replace(self.profile, **changes)
 
     def _find_thinking(self, prompt: Prompt, reply: Reply, answer_tokens: int) -> None:
-        """Find out whether and how the model thinks, and how long its replies may be then.
+        """Find out whether and how the model thinks before it answers, and how long its replies may be then.
 
         A text without a chat template is no question that a model thinks about, and it may never end.
+
+        Args:
+            prompt: The probe's prompt.
+            reply: The reply to it, which was short.
+            answer_tokens: Tokens of an answer without thinking.
         """
         may_think = prompt != PROBE_QUESTION
         opened = isinstance(prompt, str) and opens_thinking(prompt)
@@ -434,12 +468,13 @@ class Endpoint(Backend):
             if self.profile.thinking:
                 self._find_reply_limit(prompt, answer_tokens)
             return
+        # The short reply was cut: the model may still have been thinking.
         self._see(self._ask_reply(prompt, LONG_PROBE_TOKENS), may_think)
         if self.profile.thinking:
             self._find_reply_limit(prompt, answer_tokens)
 
     def _see(self, reply: Reply, may_think: bool) -> None:
-        """Take from a reply how the model thinks, and whether tokens are counted.
+        """Note what a reply shows of how the model thinks, and whether tokens are counted.
 
         Args:
             reply: The reply.
@@ -448,6 +483,7 @@ class Endpoint(Backend):
         form = reply.thinking_form
         wrote = reply.reply_tokens or 0
         is_blank = not reply.text.strip()
+        # The limit was used up, and no text came.
         if may_think and not form and is_blank and reply.finish == FINISH_LENGTH:
             form = "hidden"
         self._change(
@@ -465,7 +501,16 @@ class Endpoint(Backend):
         )
 
     def _find_reply_limit(self, prompt: Prompt, answer_tokens: int) -> None:
-        """Ask with the largest reply limit of the run, and keep to the limit that the server allows."""
+        """Ask for the longest reply of the run, and keep to a shorter limit if the server has one.
+
+        Args:
+            prompt: A short question.
+            answer_tokens: Most tokens of an answer in the run, without the thinking before it.
+
+        Raises:
+            UserError: The limit leaves no room for an answer.
+        """
+        # Once more with the limit that the first refusal named.
         for _ in range(2):
             try:
                 reply = self._ask_reply(prompt, answer_tokens + self.thinking_tokens)
@@ -491,7 +536,11 @@ class Endpoint(Backend):
                 self._change(window=rejection.window)
 
     def _limit_thinking(self, tokens: int, reason: Exception) -> None:
-        """Limit the thinking tokens to the server's maximum."""
+        """Limit the thinking tokens to what the server allows.
+
+        Raises:
+            UserError: The user asked for more; ``reason`` is what the server said.
+        """
         typed = self._config.thinking_tokens
         if typed is not None and typed > tokens:
             allowed = f"at most {tokens}: {reason}"
@@ -526,6 +575,7 @@ class Endpoint(Backend):
             return
         # Both prompts have the same template.
         extra_characters = len(text) - len(PROBE_QUESTION)
+        # A longer and a shorter text differ by their characters alone.
         per_character = (long.prompt_tokens - short_tokens) / max(extra_characters, 1)
         overhead = max(short_tokens - round(per_character * len(PROBE_QUESTION)), 0)
         self._change(tokens_per_character=per_character, overhead_tokens=overhead)
@@ -609,7 +659,16 @@ class Endpoint(Backend):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """The decoding settings, known once the server was probed."""
+        """Return the decoding settings that were sent, left out or left open, for the run's record.
+
+        They are known after the probe.
+
+        Returns:
+            ``sent``: fields and values; ``left_out``: fields of greedy decoding that the server does not take;
+            ``open_penalties``: penalties on repeated words that no field switches off, so that the server's may act;
+            ``stop``: whether the server ends replies at the stop texts (sent), or this program cuts them (here); the
+            form of requests (``api``, ``length``, ``thinking``), ``thinking_tokens``, and the name of the ``model``.
+        """
         profile = self.profile
         sent = dict(profile.settings)
         if profile.temperature is not None:
@@ -646,7 +705,14 @@ class Endpoint(Backend):
     def prompt_for(
         self, api: Api, encoder: Encoder, encoded: Encoded, system: str
     ) -> Prompt:
-        """:meth:`prompt` for one of the APIs."""
+        """Return what is sent for a prompt: messages for the chat API, else a text.
+
+        Args:
+            api: The API.
+            encoder: Tokenizer of the model.
+            encoded: The prompt.
+            system: System message, empty without one.
+        """
         if api == "chat":
             messages = [{"role": "user", "content": encoded.prompt}]
             if system:
@@ -685,8 +751,11 @@ class Endpoint(Backend):
         return _reply_or_rejection(request)
 
     def choose(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
-        """The choice that follows a prompt, by the best way that the server allows; for errors see
-        :meth:`generate`."""
+        """Return a reply whose text is one of the choices, by the best way that the server allows.
+
+        Ways are the choices' log-likelihoods, the likeliest first tokens, or a letter in a generated reply. For errors
+        see :meth:`generate`.
+        """
         method = self.profile.choice_method
         if method == BY_LOG_LIKELIHOODS:
             return _reply_or_rejection(
@@ -707,7 +776,13 @@ class Endpoint(Backend):
     def _ask_reply(
         self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()
     ) -> Reply:
-        """Return the reply to one request, with ``max_tokens`` tokens in all."""
+        """Send one request, and return its reply.
+
+        Args:
+            prompt: The prompt.
+            max_tokens: Limit of the reply, thinking included.
+            stop: Texts that end it.
+        """
         settings: dict[str, Any] = {}
         if stop and self._stop_is_sent:
             settings["stop"] = list(stop[:MAX_STOP_TEXTS])
@@ -716,6 +791,7 @@ class Endpoint(Backend):
         except _RequestRefused as error:
             if error.refusal.kind != "cut":
                 raise
+            # The server hides the thinking, and cut it before the answer began.
             return Reply(finish=FINISH_LENGTH, is_thinking=True, thinking_form="hidden")
         return self._read(answer, prompt, max_tokens)
 
@@ -725,9 +801,14 @@ class Endpoint(Backend):
         prompt: Prompt,
         max_tokens: int | None = None,
     ) -> Reply:
-        """The reply in a server's answer, without its thinking, which the prompt may have opened or the server hide.
+        """Return the reply in a server's answer, without its thinking.
 
-        A reply of ``max_tokens`` tokens counts as cut.
+        The prompt may have opened the thinking, or the server hide it.
+
+        Args:
+            answer: The server's answer.
+            prompt: The prompt.
+            max_tokens: A reply of so many tokens counts as cut.
         """
         thinking = self.profile.thinking
         if isinstance(prompt, str):
@@ -739,7 +820,17 @@ class Endpoint(Backend):
             return read_reply(answer, opened, hidden, max_tokens)
 
     def _ask(self, prompt: Prompt, max_tokens: int, **settings: Any) -> dict[str, Any]:
-        """The answer to one request as plain data; ``settings`` are the API's."""
+        """Send one request, count its tokens, and return the answer's JSON.
+
+        Args:
+            prompt: The prompt.
+            max_tokens: Limit of the reply.
+            settings: Further fields of the request.
+
+        Raises:
+            RequestError: The answer has another form.
+            UserError: Another model answered.
+        """
         profile = self.profile
         body: dict[str, Any] = dict(profile.settings)
         if profile.temperature is not None:
@@ -758,7 +849,7 @@ class Endpoint(Backend):
         return answer
 
     def _need_same_model(self, model: str) -> None:
-        """Refuse replies of another model than the one that the server reported first: a score is of one.
+        """Refuse a reply of another model than the one that the server reported first: a score is of one model.
 
         Raises:
             UserError: The server names another model now.
@@ -770,7 +861,14 @@ class Endpoint(Backend):
             raise UserError("model.served", self._config.server_name, allowed, hint)
 
     def _send(self, prompt: Prompt, body: Mapping[str, Any]) -> Any:
-        """Send a request in its turn until it is answered: failed requests are repeated, refused ones are not."""
+        """Send a request when its turn comes, until it is answered; return the answer's JSON.
+
+        Requests that fail are repeated, those that are refused are not; a busy server is waited for.
+
+        Args:
+            prompt: The prompt, for the words of errors.
+            body: Fields of the request.
+        """
         import openai
 
         failures = 0
@@ -794,6 +892,7 @@ class Endpoint(Backend):
                     message = self._short_text(error)
                     raise RequestError(f"the answer is no JSON: {message}") from error
             failures += 1
+            # What the server did not refuse may succeed later.
             is_final = not isinstance(failure, ServerFailed | MachineError)
             if is_final or failures > self._config.retries:
                 raise failure
@@ -801,7 +900,13 @@ class Endpoint(Backend):
             _sleep_before_retry(failures)
 
     def _post(self, prompt: Prompt, body: Mapping[str, Any], timeout: float) -> Any:
-        """The response to a request."""
+        """Send a request once, and return the HTTP response.
+
+        Args:
+            prompt: A text for the completions API, messages for the chat API.
+            body: Other fields of the request.
+            timeout: Seconds to wait.
+        """
         name = self._config.server_name
         extra = dict(body)
         client = self._client
@@ -828,7 +933,16 @@ class Endpoint(Backend):
     def _wait_for_server(
         self, began: float, headers: Mapping[str, str], error: Any
     ) -> None:
-        """Slow down, as the server asks for it."""
+        """Slow down as a busy server asks.
+
+        Args:
+            began: When the refused request was sent.
+            headers: Headers of the response.
+            error: The HTTP error.
+
+        Raises:
+            MachineError: The server was busy for too long.
+        """
         message = self._short_text(error.response.text)
         try:
             self.pacer.refused(began, headers, f"{error.status_code}: {message}")
@@ -842,7 +956,12 @@ class Endpoint(Backend):
             ) from error
 
     def _status_error(self, error: Any, body: Mapping[str, Any]) -> Exception | None:
-        """Return the exception for an HTTP status of the server; None if it asks to wait."""
+        """Return the exception for an HTTP error of the server; None if it asks to wait.
+
+        Args:
+            error: The HTTP error.
+            body: Fields that were sent.
+        """
         config = self._config
         status = error.status_code
         text = error.response.text
@@ -869,7 +988,7 @@ class Endpoint(Backend):
         return _RequestRefused(message, refusal)
 
     def _no_model(self, message: str) -> UserError:
-        """That the server has no model of that name."""
+        """Return the error that the server has no model of that name; ``message`` is what the server said."""
         config = self._config
         allowed = f"a model of {config.base_url}"
         models = [model.id for model in self.models()]
@@ -881,7 +1000,12 @@ class Endpoint(Backend):
         )
 
     def _no_api(self, apis: Sequence[Api], error: _RequestRefused) -> UserError:
-        """That the server offers none of the APIs that were tried."""
+        """Return the error that the server offers none of the APIs that were tried, or no such model.
+
+        Args:
+            apis: The APIs.
+            error: What the server said to the first one.
+        """
         config = self._config
         models = [model.id for model in self.models()]
         if models and config.server_name not in models:
@@ -897,7 +1021,7 @@ class Endpoint(Backend):
         return UserError("model.api", " and ".join(apis), allowed, "; or ".join(hints))
 
     def _connection_error(self, error: Any) -> Exception:
-        """The exception for a request that got no response."""
+        """Return the exception for a request without a response: nothing accepts connections, or the server failed."""
         cause = error.__cause__
         if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
             return self._dead_address(cause)
@@ -914,7 +1038,7 @@ class Endpoint(Backend):
 
     @contextmanager
     def _reporting_dead_address(self) -> Iterator[None]:
-        """Raise MachineError where nothing takes a connection."""
+        """Raise MachineError if nothing accepts a connection to the server in the block."""
         import openai
 
         try:
@@ -927,7 +1051,12 @@ class Endpoint(Backend):
 
     @contextmanager
     def _reporting_probe_failures(self) -> Iterator[None]:
-        """Raise failures of the probe as one line."""
+        """Turn failures of the probe in the block into errors of one line, with what to do.
+
+        Raises:
+            MachineError: The server fails.
+            UserError: The server refuses the probe, or is none.
+        """
         config = self._config
         try:
             yield
@@ -966,16 +1095,21 @@ class Endpoint(Backend):
     # Choices
 
     def _find_choice_method(self, prompt: Prompt) -> None:
-        """Find the best way that the server allows; one that it refuses, or passes over in silence, is not."""
+        """Find the best way to choose that the server allows, and keep it in the profile.
+
+        A way that the server refuses, or passes over in silence, is not used.
+        """
         forms: tuple[LikelihoodForm, ...] = (
             "echo",
             "echo with a token",
             "prompt_logprobs",
         )
-        for form in forms if isinstance(prompt, str) else ():
+        for likelihood_form in forms if isinstance(prompt, str) else ():
             with suppress(RequestError, _PromptRejected), failing_on_other_forms():
-                self._likelihoods(str(prompt), " A", form)
-                self._change(choice_method=BY_LOG_LIKELIHOODS, likelihood_form=form)
+                self._likelihoods(str(prompt), " A", likelihood_form)
+                self._change(
+                    choice_method=BY_LOG_LIKELIHOODS, likelihood_form=likelihood_form
+                )
                 return
         self._change(choice_method=BY_LETTER)
         if self.profile.thinking:
@@ -987,29 +1121,39 @@ class Endpoint(Backend):
     def _likelihoods(
         self, prompt: str, choice: str, form: LikelihoodForm
     ) -> tuple[Reply, list[tuple[str, Any]]]:
-        """The reply to a prompt with a choice, and every token of both with its log-likelihood."""
+        """Return the reply to a prompt with a choice, and every token of both with its log-likelihood (nats).
+
+        Args:
+            prompt: The prompt.
+            choice: The choice.
+            form: How the server is asked for log-likelihoods.
+        """
         text = prompt + choice
         if form == "prompt_logprobs":
             answer = self._ask(text, 1, prompt_logprobs=0)
             return self._read(answer, text), read_prompt_logprobs(answer)
+        # Some servers want to write a token, too.
         written = 0 if form == "echo" else 1
         answer = self._ask(text, written, echo=True, logprobs=1)
         return self._read(answer, ""), read_echoed_logprobs(answer, written)
 
     def _by_likelihoods(self, prompt: str, choices: Sequence[str]) -> Reply:
-        """Choose by the log-likelihoods of the choices, without their common first tokens."""
+        """Choose by the log-likelihoods of the choices; tokens that all of them begin with are left out."""
         form = self.profile.likelihood_form
-        replies, rows = zip(
+        replies, tokens_of_choices = zip(
             *(self._likelihoods(prompt, choice, form) for choice in choices),
             strict=True,
         )
-        common = 0
+        num_common = 0
         while (
-            all(len(row) > common for row in rows)
-            and len({row[common][0] for row in rows}) == 1
+            all(len(row) > num_common for row in tokens_of_choices)
+            and len({row[num_common][0] for row in tokens_of_choices}) == 1
         ):
-            common += 1
-        nats = tuple(sum(value or 0.0 for _, value in row[common:]) for row in rows)
+            num_common += 1
+        nats = tuple(
+            sum(value or 0.0 for _, value in row[num_common:])
+            for row in tokens_of_choices
+        )
         return replace(
             _with_counts(replies[0], replies),
             text=choices[nats.index(max(nats))].strip(),
@@ -1028,7 +1172,10 @@ class Endpoint(Backend):
         return self._ask(prompt, 1, logprobs=True, top_logprobs=20)
 
     def _by_first_token(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
-        """By the likeliest first tokens, where choices hold most of their probability; ``by`` is empty elsewhere."""
+        """Choose by the likeliest first tokens of a reply, where choices hold most of their probability.
+
+        ``by`` is empty where they do not, and the reply is no choice.
+        """
         answer = self._ask_first_token(prompt)
         reply = self._read(answer, prompt)
         top_logprobs = read_top_logprobs(answer)
@@ -1047,7 +1194,7 @@ def _unusual_finish(replies: Sequence[Reply]) -> str:
 
 
 def _with_counts(reply: Reply, replies: Sequence[Reply]) -> Reply:
-    """A reply with the tokens of all the requests that it took."""
+    """Return a reply with the summed tokens, and the number, of all the requests that it took."""
     return replace(
         reply,
         prompt_tokens=_total(part.prompt_tokens for part in replies),
@@ -1069,7 +1216,7 @@ def _sleep_before_retry(failures: int) -> None:
 
 
 def _reply_or_rejection(request: Callable[[], Reply]) -> Reply:
-    """The reply to a request, also to one that the server rejected.
+    """Return the reply to a request; for a prompt that the server rejected, one that says so.
 
     Raises:
         RequestError: The answer has another form.

@@ -81,7 +81,7 @@ def completion(args: list[str]) -> int:
 
 
 def words(line: str) -> list[str]:
-    """Completions of the last word of a command line."""
+    """Return the completions of the last word of a command line, which may be empty."""
     *typed, word = line.split(" ")[1:] or [""]
     verb = main.verb_of(typed)
     config_dir = dict(itertools.pairwise(typed)).get("--config-dir")
@@ -92,12 +92,14 @@ def words(line: str) -> list[str]:
         candidates = [f"{prefix}{name}" for name in FORMATS]
     elif word.startswith("-"):
         candidates = _flags(verb)
+    # A key is typed: offer its choices.
     elif "=" in word:
         key = word.partition("=")[0]
         names = choices(*paths.group_folders(key, folders))
         candidates = [f"{key}={name}" for name in names]
         if word.startswith("method=from:"):
             candidates = [f"method=from:{name}" for name in _run_hashes(typed)]
+    # Verbs that take overrides, as a run does.
     elif verb in ("", "fetch", "validate", "figures", "submit"):
         candidates = [
             f"{name}=" for name in (*paths.GROUPS, "experiment", "stages", "budget")
@@ -120,7 +122,12 @@ def words(line: str) -> list[str]:
 
 
 def _run_hashes(typed: Sequence[str], sweeps: bool = False) -> list[str]:
-    """The hashes of the runs, and of sweeps if asked, in the outputs folder that is typed, or else the default one."""
+    """Return the hashes of the runs in the outputs folder that is typed, else in the default one.
+
+    Args:
+        typed: Words of the command line.
+        sweeps: List sweeps, too.
+    """
     settings = dict(arg.split("=", 1) for arg in typed if "=" in arg)
     flags = dict(itertools.pairwise(typed))
     outputs = settings.get("runtime.outputs") or settings.get("--outputs")
@@ -143,7 +150,7 @@ def _flags(verb: str) -> list[str]:
 
 
 def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """The keys of a group, for the typed choice, or else the default config's.
+    """Return the dotted keys of a group, for the choice that is typed, or else the default config's.
 
     Args:
         group: The group.

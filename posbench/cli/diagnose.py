@@ -32,6 +32,7 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
     example: posbench diagnose model=smollm2 budget=10min
     """
     typed_budget, args = option(args, "budget")
+    # Words without a dash: an address or a model's name lacks its key.
     positional = read_flags(args).overrides
     args = [_as_override(arg) if arg in positional else arg for arg in args]
     budget = Budget.parse(typed_budget or DEFAULT_BUDGET)
@@ -39,6 +40,7 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
     course = Course(args, budget, console, watch)
     course.run()
     diagnosis = course.diagnosis
+    # The page's command is for others, who answer for themselves whether a server may be asked.
     typed = [arg for arg in args if not arg.startswith("runtime.yes=")]
     masked = map(without_typed_secrets, typed)
     command = shlex.join(["posbench", "diagnose", *masked, f"budget={budget.text}"])

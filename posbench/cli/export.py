@@ -107,6 +107,7 @@ def export(args: list[str]) -> int:
         hint = "rewrite the prompts where you ask them; rewritten_prompt in predictions.jsonl shows them"
         raise UserError("method", run.method.choice.name, allowed, hint)
     requested.check(run.lm)
+    # The twin for all tokens, where the format folds the method into weights.
     method = _method_to_write(form, run, requested, exact)
     fix = replace(_fix(run, method), weights=weights or "")
     form.check(fix)
@@ -125,6 +126,7 @@ def export(args: list[str]) -> int:
             verdict += f" {BEFORE_FOLDING}"
         if gain:
             gain += f" {BEFORE_FOLDING}"
+    # For the record: verify compares with these weights.
     contents = read_contents([config.model.checkpoint])
     own_folder = config.config_dir or config_dir_chosen()
     facts = CardFacts(
@@ -204,7 +206,15 @@ def _need_weight_type(form: base.Format, weights: str | None) -> None:
 
 
 def _need_same_base(record: write.Record, config: Config) -> None:
-    """Refuse weights that differ from a record's, and a record that names none for its model."""
+    """Refuse to verify an export with other weights than those it was made from.
+
+    Args:
+        record: The export's record.
+        config: The config, with the model on this machine.
+
+    Raises:
+        UserError: The weights differ, or the record does not name them.
+    """
     checkpoint = config.model.checkpoint
     files = [entry for entry in record.base if entry.get("field") == checkpoint.field]
     if not all("name" in entry for entry in files) or not files:
@@ -253,7 +263,11 @@ def _config_dir_flag() -> list[str]:
 
 
 def _config_of_overrides(overrides: list[str]) -> Config:
-    """The config of overrides, without a search, and with sizes for the model's window."""
+    """Return the config that overrides name, fitted to the model's window, without search and study.
+
+    Raises:
+        UserError: An override belongs to a search, a study, the stages or an experiment.
+    """
     for key in overrides:
         group = key.split("=")[0].split(".")[0]
         if group in ("search", "stages", "study", "experiment"):
@@ -266,18 +280,27 @@ def _config_of_overrides(overrides: list[str]) -> Config:
 
 
 def _origin_of_run(folder: Path) -> Origin:
-    """The config of a run with the constants that it applied, and the results of its search."""
+    """Return the config of a run with the constants that it applied, and what it knows of them.
+
+    Returns:
+        The config, and the run's verdict, gain, price of folding and source of constants, as far as they were recorded.
+
+    Raises:
+        UserError: The run is damaged, or its checkpoint has changed since.
+    """
     run = open_undamaged(folder)
     folders = make_importable(run)
     raw = run.config("task", "model", "method")
-    results: dict[str, Any] = {}
+    found_by_method: dict[str, Any] = {}
     if (folder / FOUND_FILE).is_file():
-        results = read_yaml(folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN)
+        found_by_method = read_yaml(
+            folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN
+        )
     constants = read_json(folder / METHOD_FILE)
     if constants is None and "parts" in raw["method"]:
-        constants = {"parts": results}
+        constants = {"parts": found_by_method}
     elif constants is None:
-        constants = results.get(raw["method"]["name"], {})
+        constants = found_by_method.get(raw["method"]["name"], {})
     config = _config_of_record(
         {**raw, "method": with_constants(raw["method"], constants)}, folders
     )
@@ -286,20 +309,32 @@ def _origin_of_run(folder: Path) -> Origin:
     fit = FitToModel(config, read_checkpoint(config.model), asks_calibration=True)
     fit.fit_task()
     config = fit.config
-    result: dict[str, Any] = next(iter(results.values()), {})
+    search_result: dict[str, Any] = next(iter(found_by_method.values()), {})
     verdict = run_verdict(read_csv(folder / "metrics.csv"))
-    source = str(result.get("source", ""))
+    source = str(search_result.get("source", ""))
     typed = typed_in_place(constants)
     if typed:
         # Gain and price belong to the searched constants, not to the typed ones.
         return Origin(config, verdict, source=f"{source}; {typed}")
-    gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
-    price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""
+    gain = (
+        held_back.summary_line(search_result["held_back"])
+        if "held_back" in search_result
+        else ""
+    )
+    price = (
+        deploy.summary_sentences(search_result["deploy"])
+        if "deploy" in search_result
+        else ""
+    )
     return Origin(config, verdict, gain, price, source)
 
 
 def _need_model_that_does_the_task(origin: Origin) -> None:
-    """Refuse constants whose run shows that the model cannot do the task: nothing shows a fix."""
+    """Refuse to export constants if their run shows that the model cannot do the task, so that nothing shows a fix.
+
+    Raises:
+        UserError: The run's verdict says so.
+    """
     verdict = origin.verdict
     if verdict is None or verdict.name != CANNOT_DO:
         return
@@ -326,11 +361,17 @@ def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
-    """The config with the constants that are written, valid in any working directory."""
+    """Return the config for the record of an export: with the constants that are written, and absolute paths.
+
+    Args:
+        config: The config of the export.
+        fix: The method with its constants, and the model that it is written for.
+    """
     method = with_constants(config.raw["method"], asdict(fix.method))
     raw = {**config.raw, "method": method}
     source = config.model.checkpoint
     is_embedded = config.model.path.startswith(paths.EMBEDDED)
+    # A path is relative to the folder in which the command was typed.
     if source.kind == "path" and not is_embedded:
         raw["model"] = {**raw["model"], "path": fix.files}
     elif source.kind == "gguf":
@@ -344,10 +385,16 @@ def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
 def _method_to_write(
     form: base.Format, run: Run, requested: Method, exact: bool
 ) -> Method:
-    """The method; or its variant that acts on all tokens (its twin), where the format folds only that into weights.
+    """Return the method to write: the requested one, or its twin for all tokens where the format folds only that.
+
+    Args:
+        form: The format.
+        run: The run, whose model the method changes.
+        requested: The method.
+        exact: Whether the twin is forbidden.
 
     Raises:
-        UserError: ``exact`` forbids the variant, which the format could hold.
+        UserError: ``exact`` forbids the twin, which the format could hold.
     """
     if not form.folds or requested.folded(run.lm) is not None:
         return requested
@@ -370,7 +417,7 @@ def _side_effects(
     requested: Method,
     written: Method,
 ) -> list[list[str]]:
-    """Measurements of runs of other tasks, see :func:`posbench.export.write.side_effects`.
+    """Return what the same method does to other tasks, from runs in the outputs.
 
     Args:
         outputs: Folder of runs.
@@ -378,6 +425,9 @@ def _side_effects(
         contents: The files of the model.
         requested: The method that was asked for.
         written: The method that the files hold, the same or its twin.
+
+    Returns:
+        Rows of task, difference in points, and n, see :func:`posbench.export.write.side_effects`.
     """
     weights = fingerprint(contents)
     name = run.method.choice.name
@@ -394,7 +444,11 @@ def _side_effects(
 
 
 def _fix(run: Run, method: Method) -> base.Fix:
-    """The method on the model of a run, as a fix to be written."""
+    """Return a method on the model of a run, with what the files of an export need: base, dtype, how to load it again.
+
+    Raises:
+        UserError: The model runs without the rotary embedding that its config has.
+    """
     config = run.model
     if config.rope == "none":
         allowed = "checkpoint: other engines would apply the rotary embedding that this setting removes"

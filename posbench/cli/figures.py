@@ -114,7 +114,10 @@ class Experiment:
         return logs / f"{self.name}.log"
 
     def inspect(self) -> None:
-        """Compose and check its configs; end it unless a process has to run it."""
+        """Compose and check the experiment's configs, and look for a finished result.
+
+        Unless a process has to run it, its state becomes `refused`, `to fetch` or `finished before`.
+        """
         try:
             problems = self._compose()
             if problems:
@@ -139,7 +142,7 @@ class Experiment:
                 self._end("refused", fault.status, str(fault))
 
     def _compose(self) -> list[str]:
-        """Compose and check the config of each job; return the faults."""
+        """Compose and check the config of each job, and keep those that are valid; return the faults of the others."""
         jobs = compose(self.args)
         problems = []
         for job in jobs.composed:
@@ -153,10 +156,7 @@ class Experiment:
         return problems
 
     def result(self) -> Path | None:
-        """Folder of the run, or of the sweep over the runs.
-
-        None unless all runs are done and undamaged.
-        """
+        """Return the folder of the run, or of the sweep over the runs; None unless all runs are done and undamaged."""
         folders = [find_finished_run(config) for config in self.configs]
         runs = [folder for folder in folders if folder]
         if not runs or len(runs) < len(folders):
@@ -168,9 +168,13 @@ class Experiment:
         )
 
     def end_process(self, returncode: int, logs: Path) -> None:
-        """Record how its process ended.
+        """Set the state of the experiment once its process has ended.
 
         Without a whole result it is not done, whatever the exit status is.
+
+        Args:
+            returncode: Exit status, or minus the number of the signal that stopped it.
+            logs: Folder of the logs.
         """
         self.elapsed_seconds = time.monotonic() - self.start_seconds
         if returncode == 0:
@@ -262,6 +266,7 @@ def figures(args: list[str]) -> int:
                 console, runtime.log_every, "figures", len(waiting), 0, minutes
             ) as work,
         ):
+            # Experiments that measure times run alone, after the others.
             untimed = [e for e in waiting if not e.timed]
             timed = [e for e in waiting if e.timed]
             _run(untimed, num_processes, logs, console, work)
@@ -277,7 +282,7 @@ def _num_cores() -> int:
 
 
 def _select(args: Sequence[str], console: Console) -> list[Experiment]:
-    """The experiments that the arguments name, or all that can run here; each with how much of it is finished.
+    """Return the experiments that the arguments name, or all that can run here, each inspected.
 
     Prints which are left out, and why.
 
@@ -288,6 +293,7 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
     papers = [
         arg.removeprefix("paper=") for arg in remaining if arg.startswith("paper=")
     ]
+    # Words without = are experiments; all others are overrides for each of them.
     names = [
         arg for arg in remaining if "=" not in arg and not arg.startswith(("-", "~"))
     ]
@@ -333,7 +339,14 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse ``experiment=NAME`` and unknown flags."""
+    """Refuse ``experiment=NAME`` (the name alone is meant), a budget, and unknown flags.
+
+    Args:
+        overrides: The arguments that name neither an experiment nor a paper.
+
+    Raises:
+        UserError: The first of these.
+    """
     for arg in overrides:
         if arg.startswith("experiment="):
             name = arg.removeprefix("experiment=")
@@ -353,7 +366,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 def _check_names(
     field_name: str, names: Sequence[str], all_names: Sequence[str]
 ) -> None:
-    """Refuse a name that does not exist."""
+    """Refuse a name that does not exist.
+
+    Args:
+        field_name: What is named, for the error.
+        names: The typed names.
+        all_names: The existing names.
+
+    Raises:
+        UserError: The first such name.
+    """
     for name in names:
         if name not in all_names:
             hint = near(name, all_names, "posbench ls experiments")
@@ -361,7 +383,7 @@ def _check_names(
 
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
-    """The description in an experiment's file, and whether it trains."""
+    """Return the description in an experiment's file, and under ``trains`` whether it trains; empty for a bad file."""
     file = paths.find_choice("experiment", name, folders)
     try:
         data = read_yaml(file, hint=CORRECT_FILE) if file else {}
@@ -373,7 +395,7 @@ def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
 def _reason_to_leave_out(
     experiment: Experiment, facts: Mapping[str, Any], overrides: Sequence[str]
 ) -> str:
-    """Why an experiment that was not named does not run; empty, and inspected, if it does.
+    """Return why an experiment that was not named does not run; empty if it does, and then it is inspected.
 
     Args:
         experiment: The experiment.
@@ -389,6 +411,7 @@ def _reason_to_leave_out(
     if facts.get("needs_weights") and experiment.embedded:
         return "needs weights"
     if experiment.state == "refused":
+        # Is it refused without the overrides for all experiments, too?
         plain_args = [arg for arg in experiment.args if arg not in overrides]
         plain = Experiment(experiment.name, plain_args, 0)
         plain.inspect()
@@ -450,7 +473,13 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def _start(
     experiment: Experiment, logs: Path, num_threads: int | None
 ) -> subprocess.Popen[bytes]:
-    """Start the process of an experiment; its output goes to its log."""
+    """Start the process of an experiment; its output goes to its log.
+
+    Args:
+        experiment: The experiment.
+        logs: Folder of the logs.
+        num_threads: Threads of its numerical libraries; None leaves that to them.
+    """
     experiment.start_seconds = time.monotonic()
     environment = dict(os.environ)
     if num_threads:
@@ -468,7 +497,14 @@ def _start(
 
 
 def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> int:
-    """Print all experiments, files to fetch, and failures; return the exit status."""
+    """Print the state of all experiments, files to fetch, and failures; return the highest exit status.
+
+    Args:
+        experiments: The experiments, run or not.
+        logs: Folder with the output of each.
+        console: Gets the table of states; failures go to stderr.
+    """
+    # Of a single experiment the whole output is shown.
     if len(experiments) == 1 and experiments[0].elapsed_seconds:
         print(experiments[0].log(logs).read_text(errors="replace"))
     console.print()

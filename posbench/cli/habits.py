@@ -106,18 +106,27 @@ def _flag_of(arg: str) -> str:
 
 
 def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The equivalent posbench command line, and the arguments without a counterpart."""
+    """Translate arguments in the style of lm-evaluation-harness or inspect into a posbench command line.
+
+    Args:
+        verb: The verb, empty for a run.
+        args: The other arguments.
+
+    Returns:
+        The words of the command line, and the arguments without a counterpart.
+    """
     settings: dict[str, str] = {}
     left_out: list[str] = []
-    kept: list[str] = []
+    positional: list[str] = []
     for flag, spelled, value in _flags_with_values(args):
         if not flag:
+            # Without the other tool's own first words, such as "eval".
             words = [word for word in spelled.split() if word not in FIRST_WORDS]
-            is_task = words and not kept and words[0] in _tasks()
+            is_task = words and not positional and words[0] in _tasks()
             if is_task:
                 settings["task"] = words[0]  # inspect names its task first
             else:
-                kept += words
+                positional += words
         elif flag in ("--model-args", "-M", "-T"):
             prefix = "task" if flag == "-T" else "model"
             _add_arguments(settings, left_out, prefix, value)
@@ -128,24 +137,31 @@ def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
     _settle_model(settings)
     if "task" in settings:
         names = settings["task"].replace(",", " ").split()
-        foreign = [name for name in names if _task_here(name) is None]
-        if foreign:
+        unknown_tasks = [name for name in names if _task_here(name) is None]
+        # Tasks that posbench does not have are left to the harness.
+        if unknown_tasks:
             return _harness_line(settings, names), left_out
         tasks = dict.fromkeys(str(_task_here(name)) for name in names)
         settings["task"] = ",".join(tasks)
+        # A name such as longbench_hotpotqa is a task and a subset.
         subsets = [name.partition("_")[2] for name in names if name not in _tasks()]
         if len(tasks) == 1 and all(subsets) and subsets:
             settings["task.subsets"] = f"[{','.join(subsets)}]"
-    for key, value in _bad_settings(settings, kept):
+    for key, value in _bad_settings(settings, positional):
         left_out.append(f"{key}={value}")
         del settings[key]
     sweep = ["-m"] if "," in settings.get("task", "") and not verb else []
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    return ["posbench", *verb.split(), *sweep, *overrides, *kept], left_out
+    return ["posbench", *verb.split(), *sweep, *overrides, *positional], left_out
 
 
 def _flags_with_values(args: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Each flag, its typed form and its value; other arguments have an empty flag."""
+    """Split arguments into flags with their values.
+
+    Returns:
+        For each flag: its canonical name, its typed form, and its value; for any other argument: an empty name, the
+        argument, and an empty value.
+    """
     result = []
     index = 0
     while index < len(args):
@@ -156,6 +172,7 @@ def _flags_with_values(args: Sequence[str]) -> list[tuple[str, str, str]]:
             result.append(("", arg, ""))
             continue
         values = [arg.partition("=")[2]] if "=" in arg else []
+        # These flags take several words.
         while not values or flag in ("--tasks", "--model-args"):
             if "=" in arg or index == len(args) or args[index].startswith("-"):
                 break
@@ -193,10 +210,15 @@ def _add_arguments(
 
 
 def _settle_model(settings: dict[str, str]) -> None:
-    """Let ``model`` name a checkpoint, or a served model where there is a URL; changes the settings."""
+    """Change the settings so that ``model`` names a checkpoint, or a served model where there is a URL.
+
+    Args:
+        settings: Values by config key; changed in place.
+    """
     served_name = settings.pop("model.name", None)
     url = settings.get("model.base_url")
     model = settings.get("model")
+    # Other tools name their engine where posbench names the model.
     is_backend = model in (*ENGINES, *SERVED_BACKENDS)
     if url:
         name = served_name or ("" if is_backend else model) or "NAME"
@@ -220,7 +242,7 @@ def _settle_model(settings: dict[str, str]) -> None:
 def _bad_settings(
     settings: dict[str, str], kept: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Settings that the task does not have, or whose value means nothing here.
+    """Return key and value of settings that the task does not have, or whose value means nothing here.
 
     Args:
         settings: Values by key.
@@ -234,6 +256,7 @@ def _bad_settings(
         group, _, name = key.partition(".")
         is_unknown = group == "task" and name and name not in fields
         is_auto_batch = key == "runtime.batch_size" and not value.isdigit()
+        # Other tools take a limit below 1 as a share.
         is_share = key == "task.limit" and not value.isdigit()
         if is_unknown or is_auto_batch or is_share:
             bad.append((key, value))
@@ -241,7 +264,12 @@ def _bad_settings(
 
 
 def _harness_line(settings: dict[str, str], tasks: Sequence[str]) -> list[str]:
-    """The line for tasks that posbench has not: the harness itself, under a method."""
+    """Return the command line that runs tasks which posbench does not have in lm-evaluation-harness, under a method.
+
+    Args:
+        settings: Values by config key.
+        tasks: Names of the harness's tasks.
+    """
     arguments = [f"pretrained={settings.get('model', 'DIR_OR_HUB_ID')}", "method=NAME"]
     for name in ("dtype", "revision"):
         value = settings.get(f"model.{name}")

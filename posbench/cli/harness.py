@@ -119,7 +119,7 @@ def configured(
     settings: Mapping[str, Any],
     config_dir: str | None = None,
 ) -> Config:
-    """The config of a model and a method, checked as the ``posbench`` command does.
+    """Return the config of a model and a method, checked as the ``posbench`` command does.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
@@ -157,7 +157,7 @@ def configured(
 
 
 def _spelled(value: Any) -> str:
-    """A value as an override; ``2:5`` is the list [2, 5], as commas separate arguments."""
+    """Return a value as text of an override; ``2:5`` becomes the list [2,5], as commas separate arguments here."""
     if value is None or isinstance(value, bool | dict):
         return json.dumps(value)
     text = str(value)
@@ -239,7 +239,11 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self.identity = self._identity(hf_settings)
 
     def _identity(self, hf_settings: Mapping[str, Any]) -> str:
-        """Digest of all that moves an answer; ``hf_settings`` are the harness's."""
+        """Return a digest of everything that can change an answer.
+
+        Args:
+            hf_settings: The harness's own settings of its Hugging Face model.
+        """
         contents = run_contents(self.posbench)
         facts: dict[str, Any] = {
             "model": identity(self.posbench, contents),
@@ -263,7 +267,15 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> Self:
-        """The model from its arguments; they win over the harness's flags of the same name."""
+        """Make the model from ``--model_args`` and the harness's flags.
+
+        Args:
+            arg_dict: Values of ``--model_args``.
+            additional_config: Flags; values of the same name in ``arg_dict`` win.
+
+        Raises:
+            UserError: ``pretrained`` is missing.
+        """
         if "pretrained" not in arg_dict:
             allowed = "a name in conf/model, a directory or a hub id"
             hint = "--model_args pretrained=tiny,method=scale_channel"
@@ -276,7 +288,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         return cls(**(flags | arg_dict))
 
     def get_model_info(self) -> dict[str, Any]:
-        """The harness's record of a model, and the method with its parameters."""
+        """Return the harness's record of the model, with the method and its parameters under ``posbench``."""
         info = {
             "model": self.posbench.model.path,
             "method": self.posbench.choice.name,
@@ -289,6 +301,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
 
         Its keys describe the request alone: answers of another model or method would be
         returned as this model's.
+
+        Args:
+            cache_hook: The harness's, with a file of answers in ``dbdict``; None there without a cache.
 
         Raises:
             UserError: Something else filled the file.
@@ -307,7 +322,15 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Generate as the harness does, under the method, and warn of replies that are no answers."""
+        """Generate as the harness does, under the method, and warn of replies that are no answers.
+
+        Args:
+            requests: The harness's requests: a prompt, and texts that end the reply, each.
+            disable_tqdm: Whether to show no progress bar.
+
+        Returns:
+            The replies, in the order of the requests.
+        """
         self._missing = Counter[str]()
         with self.method.applied(self.lm):
             replies = super().generate_until(requests, disable_tqdm=disable_tqdm)
@@ -324,6 +347,17 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def _model_generate(
         self, context: Any, max_length: int, stop: Sequence[str], **settings: Any
     ) -> Any:
+        """Generate token ids as the harness does, checking for NaN, and count replies that are no answers.
+
+        Args:
+            context: Token ids of the prompts, padded on the left, [rows, tokens].
+            max_length: Most tokens of prompt and reply together.
+            stop: Texts that end a reply.
+            **settings: Other arguments of the harness.
+
+        Returns:
+            Token ids of prompts and replies, [rows, up to max_length].
+        """
         generate = partial(
             super()._model_generate,
             context,
@@ -334,6 +368,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         )
         tokens = _guarded_generate(self.lm, generate)
         reply_ids = tokens[:, context.shape[1] :]
+        # Only a batch that reached the limit can hold cut replies.
         if tokens.shape[1] >= max_length:
             texts = self.tokenizer.batch_decode(reply_ids)
             end_id = self.tokenizer.eos_token_id
@@ -349,7 +384,11 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts, for methods that treat all tokens alike.
+        """Return the log-likelihoods (nats) of whole texts, for methods that treat all tokens alike.
+
+        Args:
+            requests: The harness's requests, a text each.
+            disable_tqdm: Whether to show no progress bar.
 
         Raises:
             UserError: The method treats the last prompt token apart, and a whole text has no prompt.
@@ -425,7 +464,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _truncated_contexts(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The end of each request's context that fits with its continuation.
+        """Return the token ids of each request's context, without a beginning that does not fit with its continuation.
 
         Raises:
             UserError: A continuation is empty, or longer than the model reads.

@@ -47,7 +47,13 @@ def ls(args: list[str]) -> int:
 
 
 def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
-    """The choices of a kind, by column."""
+    """Return a row for each choice of a kind (models, methods, ..., families), with values by column.
+
+    Args:
+        kind: The word behind ``posbench ls``.
+        config_dir: The user's folder of YAML files; None: the folder where it is looked for by default.
+    """
+    # Families of architectures are code; all else is a YAML file each.
     if kind == "families":
         return [
             {
@@ -68,7 +74,7 @@ def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
 
 
 def _facts(kind: str, file: Path) -> dict[str, object]:
-    """The row of a choice in `posbench ls`, by column, from its file."""
+    """Return the columns of a choice in `posbench ls`, which depend on its kind, from its YAML file."""
     data = read_yaml(file, Object | None, hint=CORRECT_FILE) or {}
     if kind == "tasks":
         cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]

@@ -191,7 +191,11 @@ def _print_traceback() -> None:
 
 
 def _dispatch(args: list[str]) -> int:
-    """Print help or version, or run a verb or the pipeline; return the exit status."""
+    """Print help or version, or run a verb or a config; return the exit status.
+
+    Args:
+        args: The command line, without ``posbench``.
+    """
     if args and args[0] in ("-h", "--help", "help"):
         print(HELP)
         return 0
@@ -199,9 +203,12 @@ def _dispatch(args: list[str]) -> int:
         print(f"posbench {versions.__version__}")
         return 0
     versions.check_transformers()
+    # The flag --yes (no question before a server is asked) becomes a key, as runs of a sweep get keys.
     args = _with_consent(args)
     with _sigterm_interrupts():
+        # Words such as "ls runs"; empty for a config, which runs.
         name = verb_of(args)
+        # These verbs take overrides as a run does, and could swallow a mistyped flag.
         if name in OVERRIDE_VERBS:
             _refuse_foreign_flags(name, args[len(name.split()) :])
         if not name:
@@ -253,7 +260,7 @@ def _raise_terminated(*_: object) -> None:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does; only the main thread gets signals."""
+    """Let SIGTERM end the block as Ctrl-C does; outside the main thread, which alone gets signals, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -286,7 +293,10 @@ def usage(verb: Callable[[list[str]], int]) -> str:
 
 
 def wrap_help(text: str, width: int) -> str:
-    """Wrap a help text: paragraphs as a whole, indented lines below their descriptions."""
+    """Return a help text with lines of at most ``width`` characters, where possible.
+
+    Paragraphs are wrapped as a whole; indented lines ("name  description") so that descriptions stay aligned.
+    """
     wrapped = []
     for block in text.split("\n\n"):
         if block.startswith("example: "):
@@ -307,7 +317,14 @@ def wrap_help(text: str, width: int) -> str:
 
 
 def _run(args: list[str]) -> int:
-    """Run the config of the arguments, or each job of a sweep; return the exit status."""
+    """Handle a command without a verb: show the config with ``--cfg``, else run it, or each job of a sweep.
+
+    Args:
+        args: The command line, without ``posbench``.
+
+    Returns:
+        The exit status.
+    """
     from posbench.run.budget import Stopwatch
 
     watch = Stopwatch()
@@ -333,7 +350,7 @@ def _run_with_budget(name: str, args: list[str]) -> int:
 
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
-    """Print the current action while the block runs, where nothing else is printed."""
+    """Print regularly what is being done while the block runs, where nothing else is printed."""
     from posbench.report.console import make_console
     from posbench.run.heartbeat import beating, doing
 
@@ -345,12 +362,21 @@ def _signs_of_life() -> Iterator[None]:
 
 
 def _run_jobs(args: list[str], watch: Stopwatch) -> int:
-    """Run the config of the arguments, or each job of a sweep; return the exit status."""
+    """Run the config of the arguments, or each job of a sweep.
+
+    Args:
+        args: The arguments of the command.
+        watch: Runs since the command began; a budget of time counts from there.
+
+    Returns:
+        The highest exit status of a job.
+    """
     from posbench.pipeline.compose import compose, launch
     from posbench.run.heartbeat import doing
 
     command = shlex.join(["posbench", *map(without_typed_secrets, args)])
     jobs = compose(args)
+    # A launcher plugin or sweeper of the user's choice.
     if jobs.run_by_hydra:
         records = launch(args, jobs, lambda job: _run_job(job, command))
     else:
@@ -375,7 +401,11 @@ def _run_jobs(args: list[str], watch: Stopwatch) -> int:
 
 
 def _refuse_unknown_verb(args: Sequence[str]) -> None:
-    """Refuse a first word that is neither a verb nor ``key=value``."""
+    """Refuse a first word that is neither a verb nor ``key=value``.
+
+    Raises:
+        UserError: The hint is the nearest verb, or the right command for a URL.
+    """
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run takes no verb: posbench key=value"
         hint = NO_VERBS.get(args[0]) or near(args[0], list(VERBS), "posbench --help")
@@ -385,7 +415,11 @@ def _refuse_unknown_verb(args: Sequence[str]) -> None:
 
 
 def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
-    """Do the work that jobs of a sweep share.
+    """Do the work that jobs of a sweep share: rows of runs that differ in their methods alone.
+
+    Args:
+        jobs: The jobs.
+        command: The command line, for the record.
 
     Returns:
         The model that a job can use, by its number.
@@ -436,6 +470,9 @@ def _run_job(
         command: The command line.
         lm: The model, where jobs before loaded it.
         watch: Measures the job; None: from now on.
+
+    Returns:
+        The record of a job: overrides, run folder, exit status.
     """
     from posbench.pipeline.execute import execute
     from posbench.pipeline.multirun import new_record
@@ -451,6 +488,7 @@ def _run_job(
         with doing("checking the config, the files and the longest prompts"):
             run = prepare(composed)
         set_interval(run.config.runtime.log_every)
+        # Jobs are sent by a verb, so that a run never leaves this machine unasked.
         cluster = run.config.runtime.cluster
         if cluster:
             hint = (
@@ -500,7 +538,14 @@ def _run_job(
 
 
 def _show_config(args: list[str]) -> int:
-    """Print the whole config of ``--cfg job``, filled in and resolved."""
+    """Print the whole config of ``--cfg job``, filled in and resolved, as YAML; of a sweep that of each job.
+
+    Args:
+        args: The command line; ``--cfg`` is among them.
+
+    Returns:
+        The exit status.
+    """
     import yaml
 
     from posbench.pipeline.compose import compose

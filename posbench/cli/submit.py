@@ -101,6 +101,7 @@ def submit(args: list[str]) -> int:
     jobs = compose(remaining)
     faults = Faults()
     runs: list[tuple[ComposedConfig, Config]] = []
+    # All runs are checked before any is submitted.
     for composed in jobs.composed:
         with faults.collecting():
             runs.append((composed, _config_to_submit(composed, num_shards)))
@@ -123,6 +124,7 @@ def submit(args: list[str]) -> int:
         entry = replace(
             entry, id=submission_id, number=number, runs=len(runs), command=command
         )
+        # Other runs are done, running or waiting.
         if state == "submitted":
             entry = replace(
                 entry,
@@ -149,13 +151,20 @@ def submit(args: list[str]) -> int:
 
 
 def _submission_state(folder: Path, config: Config, queue: job_records.Queue) -> str:
-    """``done``, ``running`` or ``waiting`` if a run needs no job, else ``submitted``."""
+    """Return ``done``, ``running`` or ``waiting`` for a run that needs no new job, else ``submitted``.
+
+    Args:
+        folder: The run.
+        config: Its config.
+        queue: Jobs in Slurm's queue.
+    """
     state = ""
     if job_records.submissions(folder):
         if in_use(folder):
             state = "running"
         else:
             state, _ = job_records.run_state(folder, queue)
+    # Last, as the run may have ended since it was looked at.
     if find_finished_run(config):
         return "done"
     return state if state in ("running", "waiting") else "submitted"
@@ -164,7 +173,7 @@ def _submission_state(folder: Path, config: Config, queue: job_records.Queue) ->
 def _entry(
     folder: Path, composed: ComposedConfig, config: Config, state: str
 ) -> Submission:
-    """The record of a submission; a run that needs no job keeps the last one's.
+    """Return the record of a submission; of a run that needs no job that is its last one, with the new overrides.
 
     Args:
         folder: The run's folder.
@@ -188,12 +197,16 @@ def _entry(
 
 
 def _config_to_submit(composed: ComposedConfig, num_shards: int) -> Config:
-    """The checked config of a run, with the device that its jobs get.
+    """Return the checked config of a run, with the device that its jobs get.
 
     All that it reads must be on this machine, which may lack the GPU.
 
+    Args:
+        composed: The config as composed.
+        num_shards: Jobs among which the run is divided.
+
     Raises:
-        UserError: The folder cannot be submitted.
+        UserError: The run cannot be submitted.
     """
     checked = check_config(composed)
     cluster = checked.runtime.cluster
@@ -280,7 +293,12 @@ def _submit_jobs(
 
 
 def _submitit_parameters(cluster: Cluster, name: str) -> dict[str, Any]:
-    """Parameters of submitit's executor, without unset ones."""
+    """Return the parameters of submitit's executor for a cluster, without unset ones.
+
+    Args:
+        cluster: What each job asks for.
+        name: Name of the jobs.
+    """
     requeue = "requeue" if cluster.requeue else "no-requeue"
     parameters = {
         "name": name,
@@ -301,9 +319,9 @@ def _submitit_parameters(cluster: Cluster, name: str) -> dict[str, Any]:
 
 @contextmanager
 def _without_streams() -> Iterator[None]:
-    """Discard output in a block, and the output of processes that start in the block.
+    """Discard the output of a block, and of processes that start in the block.
 
-    Else a pipe behind this process would wait for them.
+    A process that inherited the output would keep a pipe behind this command waiting until it ends.
     """
     copies = {number: os.dup(number) for number in (1, 2)}
     null = os.open(os.devnull, os.O_WRONLY)
@@ -346,6 +364,7 @@ def resume(args: list[str]) -> int:
     folder = find_run(remaining[0], Path(Runtime.outputs))
     is_announced = False
     while True:
+        # A shard can be made beside the owner; a whole run cannot.
         while in_use(folder) and not leaves_end:
             if not is_announced:
                 print(f"waiting for another process that owns {folder}", flush=True)
@@ -410,7 +429,11 @@ def jobs(args: list[str]) -> int:
 
 
 def _submitted_runs(args: Sequence[str]) -> list[dict[str, object]]:
-    """The submitted runs that arguments of `posbench jobs` name, by column."""
+    """Return a row for each submitted run that arguments of `posbench jobs` name: state, last message, and logs.
+
+    Raises:
+        UserError: The arguments are wrong, or nothing was submitted.
+    """
     names = [arg for arg in args if arg != "--json"]
     if len(names) > 1 or any(name.startswith("-") for name in names):
         raise UserError(
@@ -481,12 +504,13 @@ def collect(args: list[str]) -> int:
 
 
 def _finish_from_shards(folder: Path) -> bool:
-    """Finish a run whose shards are all made; False if it has none, or some are missing."""
+    """Finish a run whose shards are all made; return False if it has no shards, or some are missing."""
     submission = job_records.submissions(folder)[-1]
     if submission.shards == 1 or missing_shards(
         open_run_dir(folder), submission.shards
     ):
         return False
+    # The run's classes and YAML files may lie in the user's folder.
     paths.config_folders(submission.own)
     execute(
         recorded_config(folder),

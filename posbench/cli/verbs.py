@@ -106,6 +106,7 @@ def validate(args: list[str]) -> int:
     """
     measure = "--measure" in args
     args = [arg for arg in args if arg != "--measure"]
+    # Without arguments: every choice, checked without its files.
     checks_choices = not args and not measure
     commands = _all_choices() if checks_choices else [args]
     status = 0
@@ -149,7 +150,7 @@ def _job_title(job: ComposedConfig, jobs: Sequence[ComposedConfig]) -> str:
 
 
 def with_server(run: PreparedRun) -> PreparedRun:
-    """The run with its server's properties; probes the server unless that was done before.
+    """Return the run with what is known of its server; the server is probed unless that was done before.
 
     Raises:
         UserError: The server does not answer, or refuses a typed setting.
@@ -161,11 +162,17 @@ def with_server(run: PreparedRun) -> PreparedRun:
 
 
 def _print_estimate(run: PreparedRun, measure: bool) -> None:
-    """Print the changes to a config, and the cost of the run."""
+    """Print the changes that fit a config to its model, and the cost of the run.
+
+    Args:
+        run: The prepared run.
+        measure: Load the model and time a few batches.
+    """
     for line in run.warnings:
         print(line)
     console = make_console()
     config = run.config
+    # A server's requests are counted; of a backend that the user wrote nothing is known.
     if config.server and not config.model.backend:
         endpoint = Endpoint(config.model, config.server)
         lines = describe_endpoint(endpoint)
@@ -177,7 +184,10 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
 
 
 def _all_choices() -> list[list[str]]:
-    """Overrides for every choice of every group and every experiment; without choices that need a value of the user."""
+    """Return the overrides that check each choice of every config group, and every experiment.
+
+    Choices that need a value of the user are left out.
+    """
     commands = []
     for group in paths.GROUPS:
         for name in choices(*paths.group_folders(group)):
@@ -191,7 +201,7 @@ def _all_choices() -> list[list[str]]:
 
 
 def _required_overrides(group: str, name: str) -> list[str]:
-    """Overrides without which a choice cannot be checked."""
+    """Return the overrides without which a choice cannot be checked alone."""
     if (group, name) == ("model", "endpoint"):
         return ["model.base_url=http://localhost:8000/v1"]
     if (group, name) == ("model", "hf"):
@@ -249,7 +259,7 @@ def report(args: list[str]) -> int:
 
 
 def _redraw(folder: Path, formats: Sequence[str]) -> Path:
-    """Draw the figures and the page of a run or a sweep again; the page's path.
+    """Draw the figures and the page of a run or a sweep again; return the page's path.
 
     Args:
         folder: The run or sweep.
@@ -358,7 +368,14 @@ def audit(args: list[str]) -> int:
 
 
 def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing.Audit:
-    """Audit a finished run, a model in float32, record the result, and redraw its page."""
+    """Audit a finished run with the model in float32, record the result, print it, and draw the page again.
+
+    Args:
+        config: The run's config.
+        out: Its folder.
+        share: Share (0..1) of the rows whose reply is generated again.
+        seed: Seed of their choice.
+    """
     silence_transformers()
     set_threads(config)
     made_in = ""
@@ -386,10 +403,10 @@ def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing
 
 
 def _number(flag: str, text: str, lowest: float, highest: float) -> float:
-    """The number that is given with a flag.
+    """Return the number that is given with a flag.
 
     Raises:
-        UserError: It is none, or out of its bounds.
+        UserError: It is no number, or not from ``lowest`` to ``highest``.
     """
     try:
         number = float(text)

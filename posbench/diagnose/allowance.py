@@ -102,7 +102,7 @@ class Allowance:
         return read + written
 
     def rest(self, share: float) -> Budget:
-        """The budget of the next run: the rest of this share."""
+        """Return the budget of the next run: what is left of the first ``share`` (0..1) of the whole budget."""
         left = self.left(share)
         budget = self.budget
         if budget.seconds is not None:

@@ -285,7 +285,7 @@ class Course:
         return False
 
     def _measure_signal(self) -> Estimate:
-        """How much likelier the right answer is after its own prompt."""
+        """Estimate how much likelier (nats per token) the right answer is after its own prompt than after another's."""
         examples = spread_over_positions(self.task.evaluation())
         lm = self.runs.lm
         text = f"first look: at most {2 * len(examples)} prompts"
@@ -488,7 +488,10 @@ class Course:
             diagnosis.source_note = "the model has no rotary embedding to move"
 
     def _source_examples(self) -> int:
-        """Questions at each position that the budget leaves; a note says where these are too few."""
+        """Return how many questions at each position the budget leaves for the source.
+
+        If these are too few, the diagnosis gets a note that says what more would take.
+        """
         diagnosis = self.diagnosis
         per_question = SOURCE_PROMPTS_PER_QUESTION * self._measured_cost_of_prompt()
         if self.allowance.is_time and "attention" not in diagnosis.prompts:
@@ -548,7 +551,17 @@ class Course:
     def _race(
         self, methods: Mapping[str, Method], examples: Sequence[Example]
     ) -> list[Remedy]:
-        """Race methods on calibration prompts; a killed race resumes from the rows in the diagnosis' folder."""
+        """Race methods on calibration prompts by the likelihood of the right answer.
+
+        A killed race resumes from the rows in the diagnosis' folder.
+
+        Args:
+            methods: Methods by name.
+            examples: The prompts, in the order in which they are asked.
+
+        Returns:
+            What is known of each method.
+        """
         lm = self.runs.lm
         allowance = self.allowance
         config = self.runs.prepare(["task.limit=1"], in_process=True)
@@ -585,7 +598,7 @@ class Course:
             )
 
     def _split_for_race(self) -> RaceSplit:
-        """The questions of the race, and the number of others left for the winner.
+        """Return the questions of the race, and the number of others left for the winner.
 
         Calibration prompts are shuffled: some tasks let the gold item move through the prompt from one to the next, and
         the first few decide which methods drop out.
@@ -627,7 +640,12 @@ class Course:
         return round(RACE_PROMPTS * max(seconds / default, 1.0))
 
     def _hold_back(self, choice: MethodChoice, num_questions: int) -> None:
-        """Ask the winner and the unmodified model ``num_questions`` held-back questions, if time is left."""
+        """Ask the winner and the unmodified model held-back questions, if anything is left of the budget.
+
+        Args:
+            choice: The winner.
+            num_questions: Questions to ask at each position, at most.
+        """
         diagnosis = self.diagnosis
         prompts_per_question = 2 * len(self.task.gold_positions)
         limit = self._affordable(
@@ -643,6 +661,7 @@ class Course:
         ]
         task = self.task
         assert isinstance(task, GoldPositionTask), "others have no race"
+        # Another seed draws other questions than those of the shape.
         if task.path is None and "task.seed" not in self.runs.typed_keys:
             part_overrides.append(f"task.seed={task.seed + 1}")
         folder = self.runs.execute(
@@ -683,7 +702,7 @@ class Course:
         return choices
 
     def _spell_method(self, choice: MethodChoice) -> list[str]:
-        """A method and its constants as overrides; a list of methods as it was typed."""
+        """Return a method and its constants as overrides; a list of methods as it was typed."""
         if issubclass(choice.cls, Composed):
             return [
                 arg for arg in self.args if key_of(arg).partition(".")[0] == "method"
@@ -696,7 +715,13 @@ class Course:
         return [f"method={choice.name}", *constants]
 
     def _search(self, num_held_back: int) -> Mapping[str, Any]:
-        """Constants of scale_channel from a search; empty without time for one or without a budget of time."""
+        """Search for constants of scale_channel; return them, or nothing where there is no time for a search.
+
+        A budget that is not a time leaves none.
+
+        Args:
+            num_held_back: Questions to evaluate, which the search must leave alone.
+        """
         left = self.allowance.left(END_SHARES["remedies"])
         if not self.allowance.is_time:
             return {}
@@ -749,9 +774,15 @@ class Course:
     def _affordable(
         self, part: str, most: int, prompts_per_question: int, in_process: bool = False
     ) -> int:
-        """The number of questions of a part: ``most``, or fewer where a budget that is not a time holds fewer.
+        """Return the number of questions of a part at each position that the budget holds, at most ``most``.
 
         A budget of time is enforced by the run.
+
+        Args:
+            part: The part.
+            most: The largest number.
+            prompts_per_question: Prompts that a question takes.
+            in_process: Whether the part runs on the checkpoint although the model is served.
         """
         if self.allowance.is_time:
             return most
@@ -867,7 +898,11 @@ class Course:
         return "task.max_new_tokens", REPLY_LIMIT_FACTOR * self.task.max_new_tokens
 
     def _other_task(self, level: str) -> dict[str, Any]:
-        """Settings that make the task easier or harder; empty if there are none."""
+        """Return settings that make the task easier or harder, by key; empty if there are none.
+
+        Args:
+            level: ``floor`` if the task was too hard, else it was too easy.
+        """
         task = self.task
         size, calibration_size = (f"task.{name}" for name in task.sizes)
         changes: dict[str, Any] = {}
@@ -885,7 +920,7 @@ class Course:
         return self._if_possible(changes)
 
     def _if_possible(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """The changes to settings that the user did not type; empty where they do not fit the window or the data."""
+        """Return changes of settings that the user did not type; empty where they do not fit the window or the data."""
         changes = {k: v for k, v in changes.items() if k not in self.runs.typed_keys}
         if not changes:
             return {}
@@ -912,7 +947,7 @@ class Course:
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _next_command(self) -> str:
-        """The command to run next; empty if nothing is left to do."""
+        """Return the command to run next; empty if nothing is left to do."""
         diagnosis = self.diagnosis
         if diagnosis.verdict == FIXED and self._winner_changes_prompts:
             # There is no file to write: the rows show the prompts to ask instead.
@@ -962,7 +997,7 @@ class Course:
         return diagnosis.verdict == BIAS and was_raced
 
     def _command_with_more_questions(self) -> str:
-        """The command with the budget, and the limit, that the verdict or the race of methods asks for."""
+        """Return the command with the budget, and the limit, that the verdict or the race of methods asks for."""
         diagnosis = self.diagnosis
         needed = diagnosis.needed_questions
         if not needed:
@@ -980,7 +1015,7 @@ class Course:
         return f"{typed} budget={self._budget_for(needed)}"
 
     def _budget_for(self, questions: int) -> str:
-        """A budget, at least this one, in which ``questions`` at each position decide the shape."""
+        """Return a budget, at least this one, in which ``questions`` at each position decide the shape."""
         assert self.diagnosis.shape is not None, "it was forecast from it"
         allowance = self.allowance
         if allowance.is_time:

@@ -78,7 +78,7 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
 
 
 def badge(verdict: str) -> str:
-    """A badge with the verdict, as SVG."""
+    """Return a badge with the verdict, as SVG."""
     left = len(LABEL) * CHARACTER_WIDTH + 12
     right = len(verdict) * CHARACTER_WIDTH + 12
     colour = COLOURS[verdict]
@@ -96,7 +96,7 @@ def badge(verdict: str) -> str:
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis for a terminal, a line for each part."""
+    """Return the diagnosis for a terminal, a line for each part that was made."""
     result = [diagnosis.headline]
     if diagnosis.source:
         result.append(f"source: {diagnosis.source}")
@@ -116,6 +116,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def _sections(diagnosis: Diagnosis) -> list[Section | None]:
+    """Return the sections of the page in their order; None for a part that was not made."""
     return [
         _shape_section(diagnosis),
         _attention_section(diagnosis),
@@ -231,6 +232,7 @@ def _remedy_section(diagnosis: Diagnosis) -> Section | None:
 
 
 def _remedy_row(remedy: Remedy) -> list[str]:
+    """Return the cells of a method in the race: name, gain in nats with its interval, prompts, and relative time."""
     if remedy.gain is None:
         return [remedy.name, f"not run: {remedy.note}", "", ""]
     return [
@@ -261,6 +263,7 @@ def _pilot_section(diagnosis: Diagnosis) -> Section:
 
 
 def _pilot_row(pilot: Pilot) -> list[str]:
+    """Return the cells of a pilot: settings, average score, kinds of missing answers, and what it showed."""
     settings = " ".join(f"{key}={value}" for key, value in pilot.settings.items())
     return [
         settings or "as given",

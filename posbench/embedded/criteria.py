@@ -320,6 +320,15 @@ def _above(name: str, bound: float, number: Estimate, required: bool) -> Row:
 def _criterion(
     name: str, condition: str, number: Estimate, passed: bool, required: bool
 ) -> Row:
+    """Return the row of a criterion that an embedded model has to meet, or should.
+
+    Args:
+        name: Name of the criterion.
+        condition: What the number has to be, in words.
+        number: The measured number.
+        passed: Whether it meets the condition.
+        required: Whether it has to.
+    """
     return {
         "criterion": name,
         "condition": condition,

@@ -118,7 +118,7 @@ class Format(ABC):
         return ""
 
     def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
-        """Change by rounded weights alone, in nats, for types far from float; else 0.
+        """Return how much rounded weights alone change predictions, in nats, for types far from float; else 0.
 
         Args:
             fix: The fix that was written.
@@ -141,7 +141,7 @@ FORMATS = ("checkpoint", "lora", "gguf", "gguf-lora", "transformers", "vllm-plug
 
 
 def find_format(name: str) -> Format:
-    """The format of a name.
+    """Return the export format of a name.
 
     Raises:
         UserError: There is none, or the package that loads it is missing.
@@ -169,10 +169,14 @@ def find_format(name: str) -> Format:
 
 
 def checkpoint_change(fix: Fix, to: str) -> CheckpointChange:
-    """The method as a change of the checkpoint; ``to`` is the format's name.
+    """Return the change of weights or config that equals the method.
+
+    Args:
+        fix: Model and method.
+        to: Name of the format, for the error.
 
     Raises:
-        UserError: The method does not fold.
+        UserError: The method cannot be written as such a change.
     """
     change = fix.method.folded(fix.lm)
     if change is None:
@@ -205,7 +209,7 @@ def next_token(lm: LM, prompts: Prompts) -> Tensor:
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference between log-probabilities, over tokens that both hold.
+    """Return the largest difference between log-probabilities, over tokens that both hold.
 
     An engine may pad its vocabulary, or leave tokens out (NaN).
 
@@ -277,6 +281,7 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Compariso
     actual = form.read(fix, folder, prompts)
     effect = difference(expected, unmodified)
     tolerance = EXACT_TOLERANCE_NATS
+    # Formats that round may differ by more, in proportion to the method's effect.
     if not form.exact(fix):
         rounding = form.rounding(fix, unmodified, prompts)
         tolerance = max(

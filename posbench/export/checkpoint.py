@@ -21,10 +21,16 @@ class Export(Format):
         rotary_config(fix.lm.model.config, checkpoint_change(fix, self.name))
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write config, tokenizer, and weights (in the published dtype) if they change."""
+        """Write config, tokenizer, and weights (in the published dtype) if the method changes them.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the files go, as ``from_pretrained`` of transformers reads them.
+        """
         lm = fix.lm
         change = checkpoint_change(fix, self.name)
         config = rotary_config(lm.model.config, change)
+        # Some methods change the config alone, such as another base of RoPE.
         if change.columns:
             dtype = getattr(torch, fix.dtype)
             with scaled_weights(lm, change):
@@ -39,7 +45,18 @@ class Export(Format):
             lm.tokenizer.save_pretrained(folder)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """See :meth:`Format.read`; a config alone is loaded with the model's own weights."""
+        """Load what was written, and return the log-probabilities of the next token after each prompt.
+
+        A config alone is loaded with the model's own weights.
+
+        Args:
+            fix: The method with its constants, and the model that it was written for.
+            folder: The written files.
+            prompts: Token ids of P prompts.
+
+        Returns:
+            [P, vocabulary], in nats.
+        """
         config = transformers.AutoConfig.from_pretrained(folder)
         source = folder if checkpoint_change(fix, self.name).columns else fix.files
         model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -56,6 +56,7 @@ def scaled_weights(lm: LM, change: CheckpointChange) -> Iterator[None]:
                 for channel, factor in factors.items():
                     column = weight[:, channel]
                     originals.append((weight, channel, column.clone()))
+                    # In float32, as the method multiplies the activations.
                     exact = column.to(torch.promote_types(column.dtype, torch.float32))
                     exact[slice(None) if rows is None else rows] *= factor
                     weight[:, channel] = exact.to(column.dtype)
@@ -67,7 +68,15 @@ def scaled_weights(lm: LM, change: CheckpointChange) -> Iterator[None]:
 
 
 def _weight(lm: LM, name: str) -> nn.Parameter:
-    """The weight matrix of a projection, whose columns are the channels of its input."""
+    """Return the weight matrix of a projection, whose columns are the channels of its input.
+
+    Args:
+        lm: The model.
+        name: Dotted name of the projection in the model.
+
+    Raises:
+        UserError: The weights are quantised, adapted or offloaded.
+    """
     module = lm.model.get_submodule(name)
     is_plain = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
     if is_plain and not module.weight.is_meta:
@@ -80,7 +89,15 @@ def _weight(lm: LM, name: str) -> nn.Parameter:
 
 
 def _check_unshared(lm: LM, weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse projections whose weights another module shares and would see changed."""
+    """Refuse projections whose weights another module shares and would see changed.
+
+    Args:
+        lm: The model.
+        weights: Weights by the projection's dotted name.
+
+    Raises:
+        UserError: Names both modules.
+    """
     names = {id(weight): name for name, weight in weights.items()}
     for parameter, weight in lm.model.named_parameters(remove_duplicate=False):
         name = names.get(id(weight), "")
@@ -126,7 +143,11 @@ def column(lm: LM, name: str, channel: int) -> Tensor:
 def rotary_config(
     config: PreTrainedConfig, change: CheckpointChange
 ) -> PreTrainedConfig:
-    """A copy of a model's config with the rotary embedding of a folded method.
+    """Return a copy of a model's config with the rotary embedding of a folded method.
+
+    Args:
+        config: The config.
+        change: The method as a change of the checkpoint.
 
     Raises:
         UserError: The architecture's config does not take it.

@@ -89,14 +89,24 @@ class Export(Format):
         write_model(fix, checkpoint_change(fix, self.name), folder / "model.gguf")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """See :meth:`Format.read`.
+        """Serve the file with llama.cpp, and return the log-probabilities of the next token after each prompt.
+
+        Args:
+            fix: The method with its constants, and the model that it was written for.
+            folder: Holds the written file.
+            prompts: Token ids of P prompts.
+
+        Returns:
+            [P, vocabulary], in nats.
 
         Raises:
             UserError: llama.cpp cuts the text of a prompt into other tokens.
         """
         if weight_type(fix) == "q8_0":
             need_rounded_weights(fix, folder / "model.gguf")
+        # A few tokens more than the longest prompt has: room for the one that is asked.
         server = serve(folder / "model.gguf", max(map(len, prompts)) + 8)
+        # Served as text later, a prompt would be other tokens than those that are compared here.
         tokenizer = fix.lm.tokenizer
         if tokenizer is not None:
             for prompt in prompts:
@@ -110,12 +120,21 @@ class Export(Format):
         return next_token(server, prompts, vocabulary_size(fix))
 
     def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
-        """See :meth:`Format.rounding`."""
+        """Return how far rounding to Q8_0 alone moves the unmodified model's next-token log-probabilities.
+
+        It is 0 for other weight types.
+
+        Args:
+            fix: The method with its constants, and the model that it was written for.
+            unmodified: Log-probabilities of P prompts without the method in process, [P, vocabulary], in nats.
+            prompts: Token ids of the prompts.
+        """
         if weight_type(fix) != "q8_0":
             return 0.0
         with TemporaryDirectory() as temporary:
             file = Path(temporary) / "unmodified.gguf"
             write_model(fix, CheckpointChange(), file)
+            # A few tokens more than the longest prompt has: room for the one that is asked.
             server = serve(file, max(map(len, prompts)) + 8)
             rounded = next_token(server, prompts, vocabulary_size(fix))
         return difference(unmodified, rounded)
@@ -144,7 +163,10 @@ def refuse(fix: Fix, allowed: str) -> NoReturn:
 
 
 def architecture(fix: Fix) -> Architecture:
-    """The model's architecture in llama.cpp.
+    """Return what llama.cpp calls the model's architecture.
+
+    Args:
+        fix: The method with its constants, and the model that it is written for.
 
     Raises:
         UserError: llama.cpp has none, or the weights are quantised or offloaded.
@@ -184,7 +206,7 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
 
 
 def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
-    """Name and rows in GGUF of a tensor of the model.
+    """Return the name and the rows in GGUF of a tensor of the model.
 
     Args:
         fix: The fix whose model it is.
@@ -241,6 +263,7 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
                 blocks = gguf.quantize(rows.numpy(), kind)
                 writer.add_tensor(gguf_name, blocks, raw_dtype=kind)
         rotary: Any = rope.rotary_module(fix.lm.model)
+        # llama.cpp takes this scaling as a factor of each frequency.
         if getattr(rotary, "rope_type", None) == "llama3":
             theta = rotary.config.rope_parameters["rope_theta"]
             scaled = rotary.inv_freq.double().cpu()
@@ -251,18 +274,23 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
 
 
 def named_rows(fix: Fix) -> Iterator[tuple[str, Tensor]]:
-    """Names in GGUF and rows, in float32, of the tensors of the model as it is now."""
+    """Yield name in GGUF and rows, in float32, of the tensors of the model as it is now."""
     arch = architecture(fix)
     # Of tied matrices the first alone, as llama.cpp expects.
     for name, weight in fix.lm.model.named_parameters():
         gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
         if arch.gemma and name.endswith("norm.weight"):
+            # Gemma multiplies by 1 + weight, llama.cpp by the stored number.
             rows = rows + 1
         yield gguf_name, rows
 
 
 def need_rounded_weights(fix: Fix, file: Path) -> None:
     """Refuse a file in Q8_0 whose matrices are not the fix's, rounded.
+
+    Args:
+        fix: The fix that was written.
+        file: The GGUF file.
 
     Raises:
         UserError: A number is further off than Q8_0 rounds.
@@ -284,7 +312,7 @@ def need_rounded_weights(fix: Fix, file: Path) -> None:
 
 
 def write_and_close(writer: Any) -> None:
-    """Write a file whose metadata and tensors were all added."""
+    """Write a GGUF file whose metadata and tensors were all added to the writer, and close it."""
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -294,7 +322,7 @@ def write_and_close(writer: Any) -> None:
 
 
 def metadata(fix: Fix, change: CheckpointChange) -> dict[str, Any]:
-    """Sizes, rotary embedding and vocabulary of the model with a change.
+    """Return sizes, rotary embedding and vocabulary of the model with a change, for the header of a GGUF file.
 
     Args:
         fix: The fix whose model it is.
@@ -344,7 +372,11 @@ def metadata(fix: Fix, change: CheckpointChange) -> dict[str, Any]:
 
 
 def rope_metadata(fix: Fix, rope_parameters: Any) -> dict[str, Any]:
-    """The rotary embedding's part of :func:`metadata`, from the config's parameters.
+    """Return the rotary embedding's part of :func:`metadata`.
+
+    Args:
+        fix: The fix.
+        rope_parameters: The config's parameters; in models with sliding windows by kind of layer.
 
     Raises:
         UserError: llama.cpp does not implement the embedding.
@@ -383,19 +415,20 @@ def rope_metadata(fix: Fix, rope_parameters: Any) -> dict[str, Any]:
 
 
 def window_period(fix: Fix, config: Any, head_size: int, large: int) -> int:
-    """The period with which layers have full attention, others a sliding window.
+    """Return the n such that every n-th layer has full attention and the others a sliding window.
 
     Args:
         fix: The fix whose model it is.
         config: The text model's config.
         head_size: Coordinates of a head.
-        large: See :class:`Architecture`.
+        large: Number of layers of the size whose queries are scaled by hidden size / heads.
 
     Raises:
-        UserError: There is no such period, or llama.cpp scales queries by another number.
+        UserError: There is no such n, or llama.cpp scales queries by another number.
     """
     is_full = [kind == "full_attention" for kind in config.layer_types]
     period = 1 + (*is_full, True).index(True)
+    # What llama.cpp scales queries by.
     query_size: float = head_size
     if len(is_full) == large:
         query_size = config.hidden_size / config.num_attention_heads
@@ -412,7 +445,7 @@ def window_period(fix: Fix, config: Any, head_size: int, large: int) -> int:
 
 
 def vocabulary(fix: Fix) -> dict[str, Any]:
-    """The tokenizer's part of :func:`metadata`.
+    """Return the tokenizer's part of :func:`metadata`: pieces of text, merges, special tokens, chat template.
 
     Without a tokenizer the file reads token ids alone.
 
@@ -423,6 +456,7 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
 
     size = vocabulary_size(fix)
     tokenizer = fix.lm.tokenizer
+    # Placeholders for token ids that the tokenizer does not have.
     pieces = [f"<|{token}|>" for token in range(size)]
     types = [TokenType.UNUSED] * size
     definition: dict[str, Any] = {"model": {"type": "WordLevel"}}
@@ -445,6 +479,7 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
         "add_eos_token": False,
         "add_bos_token": False,
     }
+    # llama.cpp has few tokenizers: whole words, or known byte-level ones.
     kind = definition["model"]["type"]
     pre_tokenizer = pre_tokenizer_name(definition.get("pre_tokenizer"))
     if kind == "WordLevel":
@@ -469,6 +504,7 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
             "a tokenizer of whole words, or a byte-level one of the kind of "
             f"{', '.join(PRE_TOKENIZERS)}",
         )
+    # Special tokens, and whether BOS is added.
     for name in ("bos", "eos", "pad", "unk"):
         values[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id", None)
     if tokenizer is not None:

@@ -26,7 +26,12 @@ class Export(model_format.Export):
         model_format.metadata(_without_tokenizer(fix), CheckpointChange())
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write ``adapter.gguf``."""
+        """Write the method as a LoRA adapter of llama.cpp, ``adapter.gguf``.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the file goes.
+        """
         import gguf
 
         name = model_format.architecture(fix).name
@@ -40,6 +45,7 @@ class Export(model_format.Export):
             writer.add_tensor(f"{gguf_name}.lora_a", a.numpy())
             writer.add_tensor(f"{gguf_name}.lora_b", rows.contiguous().numpy())
         rank = len(a)
+        # alpha = rank makes llama.cpp's factor alpha / rank 1.
         writer.add_float32("adapter.lora.alpha", rank)
         model_format.write_and_close(writer)
 

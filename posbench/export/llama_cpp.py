@@ -100,7 +100,12 @@ def next_token(server: Any, prompts: Prompts, vocabulary: int) -> Tensor:
 
 
 def tokens(server: Any, text: str) -> Sequence[int]:
-    """Token ids of a text as the server reads it, with the special tokens (such as BOS) that it adds."""
+    """Return the token ids of a text as the server reads it, with the special tokens (such as BOS) that it adds.
+
+    Args:
+        server: Result of :func:`serve`.
+        text: The text.
+    """
     request = {"content": text, "add_special": True, "parse_special": True}
     url = f"{server.listening_address}/tokenize"
     # Without the proxies of the environment: the server is on this machine.

@@ -35,7 +35,12 @@ class Export(Format):
         need_columns(checkpoint_change(fix, self.name), self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write ``adapter_config.json`` and ``adapter_model.safetensors``."""
+        """Write the method as a LoRA adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the files go.
+        """
         change = checkpoint_change(fix, self.name)
         tensors: dict[str, Tensor] = {}
         modules: set[str] = set()
@@ -43,6 +48,7 @@ class Export(Format):
             tensors[f"{PREFIX}{name}.lora_A.weight"] = a
             tensors[f"{PREFIX}{name}.lora_B.weight"] = b
             modules.add(name.rpartition(".")[2])
+        # lora_alpha = rank makes PEFT's factor 1.
         rank = adapter_rank(change)
         layers = families.family_of(fix.lm.model).layers
         config: dict[str, Any] = {
@@ -64,7 +70,16 @@ class Export(Format):
         write_json(folder / "adapter_config.json", config)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """See :meth:`Format.read`; through PEFT."""
+        """Load the adapter with PEFT, and return the log-probabilities of the next token after each prompt.
+
+        Args:
+            fix: The method with its constants, and the model that it was written for.
+            folder: Holds the adapter.
+            prompts: Token ids of P prompts.
+
+        Returns:
+            [P, vocabulary], in nats.
+        """
         from peft import PeftModel
 
         lm = fix.load()
@@ -98,7 +113,15 @@ VLLM
 
 
 def need_columns(change: CheckpointChange, to: str) -> None:
-    """Refuse a change of more than weights, or of nothing; ``to`` is the format's name."""
+    """Refuse a change of rotary embeddings, which an adapter cannot hold, and one of nothing.
+
+    Args:
+        change: The method as a change of the checkpoint.
+        to: Name of the format, for the error.
+
+    Raises:
+        UserError: States which.
+    """
     if change.columns and not change.rope:
         return
     reason = "rotary embeddings change" if change.rope else "nothing changes"
@@ -118,7 +141,7 @@ def vllm_max_rank(rank: int) -> int | None:
 
 
 def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]]:
-    """The adapter's matrices, by the dotted name of the projection.
+    """Return the adapter's matrices, by the dotted name of the projection.
 
     Each scaled channel has a unit row in A, and in B its column of the weights times its
     factor minus 1; the rest, up to the rank of the adapter, is zero.
@@ -140,6 +163,7 @@ def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]
         for index, (channel, factor) in enumerate(column_factors.items()):
             a[index, channel] = 1
             gain = (factor - 1) * column(lm, name, channel)
+            # A fused projection: only rows of queries and keys change.
             if rows is not None:
                 gain = torch.zeros_like(gain).index_copy(0, rows, gain[rows])
             gains.append(gain)

@@ -44,7 +44,14 @@ class Export(Format):
     folds = False
 
     def check(self, fix: Fix) -> None:
-        """Raise UserError for a method without code, and for weights in no plain tensors."""
+        """Refuse a method without code for transformers, and weights that are not in plain tensors.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+
+        Raises:
+            UserError: States which.
+        """
         if type(fix.method) not in SHIPPED_CODE:
             supported = ", ".join(method.short_name() for method in SHIPPED_CODE)
             allowed = (
@@ -57,7 +64,12 @@ class Export(Format):
         check_plain_weights(fix.lm, self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write config, weights (in the published dtype), tokenizer and code."""
+        """Write config, weights (in the published dtype), tokenizer and the code of the method.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the files go; transformers loads it with ``trust_remote_code=True``.
+        """
         model = fix.lm.model
         code, constants = SHIPPED_CODE[type(fix.method)]
         dtype = getattr(torch, fix.dtype)
@@ -92,6 +104,7 @@ class Export(Format):
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         text = (CODE / f"{code}.py").read_text()
+        # The shipped code is written for Llama; other families have the same interface.
         text = text.replace("LlamaConfig", type(model.config).__name__)
         text = text.replace("LlamaForCausalLM", type(model).__name__)
         (folder / f"{MODULE}.py").write_text(text)
@@ -124,7 +137,7 @@ LAST_TOKEN_USAGE = """- The last token of a prompt is treated apart: a whole pro
 
 
 def module_names(lm: LM) -> dict[str, Any]:
-    """Dotted names of the modules that the code changes."""
+    """Return the dotted names of layers, attention (within a layer) and rotary embedding, which the code changes."""
     family = families.family_of(lm.model)
     rotary = rope.rotary_module(lm.model)
     names = {id(module): name for name, module in lm.model.named_modules()}
@@ -136,7 +149,7 @@ def module_names(lm: LM) -> dict[str, Any]:
 
 
 def router_weights(fix: Fix) -> dict[str, Tensor]:
-    """Weights of MoICE's routers by their names in the model; none for other methods."""
+    """Return the weights of MoICE's routers by their names in the model; none for other methods."""
     if not isinstance(fix.method, MoICE):
         return {}
     family = families.family_of(fix.lm.model)
@@ -149,7 +162,15 @@ def router_weights(fix: Fix) -> dict[str, Tensor]:
 
 
 def check_plain_weights(lm: LM, to: str) -> None:
-    """Refuse a model with quantised or offloaded weights; ``to`` is the format's name."""
+    """Refuse a model with quantised or offloaded weights.
+
+    Args:
+        lm: The model.
+        to: Name of the format, for the error.
+
+    Raises:
+        UserError: It has such weights.
+    """
     is_quantised = getattr(lm.model, "hf_quantizer", None) is not None
     if is_quantised or any(parameter.is_meta for parameter in lm.model.parameters()):
         kind = "quantised" if is_quantised else "offloaded"
@@ -203,6 +224,9 @@ def run_process(
         job: Its input, as JSON.
         environment: Environment variables to set.
         to: Name of the format, for errors.
+
+    Returns:
+        What the command saved with ``torch.save``, such as a list of tensors.
 
     Raises:
         MachineError: The command failed.
@@ -266,6 +290,7 @@ torch.save(results, sys.argv[1])
 
 
 def _scale_channel(method: ScaleChannel, lm: LM) -> dict[str, Any]:
+    """Return the constants of scale_channel for the shipped code, as they stand in config.json."""
     return {
         "channels": list(method.channels),
         "factor": method.factor,
@@ -293,6 +318,7 @@ def _attention_buckets(method: AttentionBuckets, lm: LM) -> dict[str, Any]:
 
 
 def _ms_poe(method: MsPoE, lm: LM) -> dict[str, Any]:
+    """Return the constants of Ms-PoE for the shipped code, as they stand in config.json."""
     rotated = rope.rotated_layers(lm.model)
     default_order = "permutation" if method.variant == "official" else "rank"
     return {
@@ -306,6 +332,7 @@ def _ms_poe(method: MsPoE, lm: LM) -> dict[str, Any]:
 
 
 def _moice(method: MoICE, lm: LM) -> dict[str, Any]:
+    """Return the constants of MoICE for the shipped code, as they stand in config.json."""
     routers = _routers(method, lm)
     width = None
     if routers:

@@ -41,7 +41,14 @@ class Export(Format):
     library = "vllm"
 
     def check(self, fix: Fix) -> None:
-        """Raise UserError for other methods, and models that vLLM implements otherwise."""
+        """Refuse methods other than layer_scaling, and models that vLLM implements otherwise.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+
+        Raises:
+            UserError: States which.
+        """
         code, _ = SHIPPED_CODE.get(type(fix.method), ("", None))
         if code != "layer_scaling":
             allowed = f"a format that holds {fix.method.short_name()}; this one holds layer_scaling"
@@ -65,10 +72,16 @@ class Export(Format):
         )
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Write ``pyproject.toml`` and a package: its model, and the code that registers it."""
+        """Write a Python package for vLLM: ``pyproject.toml``, the model, and the code that registers it.
+
+        Args:
+            fix: The method with its constants, and the model that it is written for.
+            folder: Where the package goes.
+        """
         model_type = fix.lm.model.config.model_type
         package = package_name(fix)
         text = (CODE / "vllm_layers.py").read_text()
+        # The shipped code names Llama, and scales no layer: here are the model's class and the layers' scales.
         text = text.replace(
             "models.llama import LlamaForCausalLM",
             f"models.{model_type} import {type(fix.lm.model).__name__}",
@@ -83,7 +96,7 @@ class Export(Format):
             (folder / name).write_text(text)
 
     def missing(self) -> str:
-        """See :meth:`Format.missing`."""
+        """Return why the files cannot be verified here: vLLM is not installed; empty if it is."""
         script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         process = subprocess.run([interpreter(), "-c", script], check=False)
         if process.returncode == 0:
@@ -93,7 +106,7 @@ class Export(Format):
         )
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """See :meth:`Format.read`; through vLLM in a process of its own."""
+        """Load the package through vLLM in a process of its own, and predict the next token of each prompt."""
         arguments = {
             "model": str(Path(fix.files).resolve()) if fix.files else fix.base,
             "dtype": str(fix.lm.model.dtype).removeprefix("torch."),

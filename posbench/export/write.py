@@ -113,7 +113,7 @@ def comparison_prompts(run: Run) -> Prompts:
 
 
 def folding_price(run: Run, requested: Method, written: Method) -> str:
-    """The cost of scaling all tokens instead of the last alone, in words.
+    """Return the cost of scaling all tokens instead of the last alone, in words.
 
     The loss of the examples' answers under both methods is compared, paired by prompt.
 
@@ -209,7 +209,7 @@ def side_effects(
 
 
 def _as_recorded(value: Any) -> Any:
-    """A method's parameters in one form: JSON's lists, and a single value without its list."""
+    """Return a method's parameters in one form, to compare them: JSON's lists, and a single value without its list."""
     if isinstance(value, Mapping):
         return {key: _as_recorded(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -255,7 +255,9 @@ def write(
         )
         write_json(folder / RECORD_FILE, asdict(record))
         # safetensors writes files that nobody else may read.
+        # That of a file written in the usual way.
         mode = (folder / RECORD_FILE).stat().st_mode
+        # So that the export can be read by whoever reads the other files.
         for name in digests:
             (folder / name).chmod(mode)
     return comparison
@@ -271,7 +273,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record of an export; None in any other folder.
+    """Return the record of an export; None in any other folder.
 
     Raises:
         UserError: It cannot be read.
@@ -289,7 +291,7 @@ def check_destination(out: Path) -> None:
 
 
 def _is_unchanged(out: Path) -> bool:
-    """Whether a folder holds an export as it was written, and nothing else."""
+    """Whether a folder holds an export as it was written, and nothing else, so that it may be replaced."""
     record = None
     with suppress(UserError):  # a record that cannot be read is none of ours
         record = read_record(out)

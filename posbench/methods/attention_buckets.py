@@ -63,7 +63,7 @@ class AttentionBuckets(Method):
         return replace(self, bases=(None,) * len(self.bases), mixture="logits")
 
     def folded(self, lm: LM) -> CheckpointChange | None:
-        """Another base, where there is one alone."""
+        """Return the change of the checkpoint that equals the method: another base. None with several bases."""
         if len(self.bases) > 1:
             return None
         base = self.bases[0]
@@ -82,6 +82,7 @@ class AttentionBuckets(Method):
         """
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.mixture == "logits":
+            # A base weighs by its confidence: the largest logit, or probability.
             weights = exact.amax(-1, keepdim=True).softmax(1)
             return (weights * exact).sum(1).to(logits.dtype)
         log_probabilities = exact.log_softmax(-1)
@@ -90,18 +91,20 @@ class AttentionBuckets(Method):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Run each forward of the model inside the block once with every base, and mix the logits."""
         model = lm.model
         forward = model.forward
         num_bases = len(self.bases)
         signature = inspect.signature(forward)
         current_bases = self.bases
+        # Hooks and listeners expect one forward with all bases: then nothing is split.
         observed_from_outside = bool(count_hooks(model))
 
         @wraps(forward)
         def mixed_forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal current_bases
             call = bind_call(signature, args, kwargs)
+            # The loss is that of the mixed logits, so the forwards below give logits alone.
             labels = call.pop("labels", None)
             return_dict = call.pop("return_dict", None)
             cache = call.pop("past_key_values", None)
@@ -113,6 +116,7 @@ class AttentionBuckets(Method):
                 or count_hooks(model) != own_listeners
             )
             observed = observed_from_outside or observed_from_inside
+            # Bases run as rows of one batch, as many at once as batch_tokens allows.
             group_size = num_bases
             if self.batch_tokens and not observed and _is_joinable(cache):
                 num_fitting = self.batch_tokens // (num_rows * num_tokens)
@@ -123,6 +127,7 @@ class AttentionBuckets(Method):
             joined = _JoinedCache(num_rows, num_bases)
             with ExitStack() as stack:
                 if grouped:
+                    # The first layer's projections get the same input under each base.
                     for child in families.attention_modules(model)[0].children():
                         cached_forward = _cache_last_output(child.forward)
                         stack.enter_context(
@@ -162,7 +167,7 @@ class AttentionBuckets(Method):
 
 
 def _is_joinable(cache: Any) -> bool:
-    """Whether the caches of the bases can be joined in place of a prompt's: it is empty, and can grow."""
+    """Whether the caches of several bases can be joined into one: it is empty, and can grow."""
     if cache is None:
         return True
     growing = (
@@ -184,7 +189,7 @@ class _JoinedCache:
         self.states: dict[tuple[int, str], Tensor] = {}
 
     def add(self, cache: Any) -> None:
-        """Copy the keys and values of the next bases, and drop them from their cache."""
+        """Copy the keys and values of the next bases into the joined ones, and drop them from their own cache."""
         for index, layer in enumerate(cache.layers):
             for name in ("keys", "values"):
                 part = getattr(layer, name).unflatten(0, (self.num_rows, -1))
@@ -197,7 +202,7 @@ class _JoinedCache:
         self.num_added = end
 
     def fill(self, cache: Any, last: Any) -> Any:
-        """Put the joined states into the caller's cache, or without one into the last bases' cache.
+        """Put the joined keys and values into the caller's cache, or without one into the last bases' cache; return it.
 
         Args:
             cache: The empty cache of the caller, or None.
@@ -212,7 +217,7 @@ class _JoinedCache:
 
 
 def _cache_last_output(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A module's forward that returns its last output again for the same input."""
+    """Return a module's forward that gives its last output again for the same input."""
     last_input: Tensor | None = None
     last_output: Tensor | None = None
 
@@ -227,7 +232,13 @@ def _cache_last_output(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _repeat_rows(value: Any, num_rows: int, times: int) -> Any:
-    """Return an argument of the forward with each row repeated; arguments without a row per prompt are unchanged."""
+    """Return an argument of the forward with each row repeated, once for each base.
+
+    Args:
+        value: The argument; one without a row per prompt is returned unchanged.
+        num_rows: Number of prompts.
+        times: Number of bases.
+    """
     if isinstance(value, dict):
         return {k: _repeat_rows(part, num_rows, times) for k, part in value.items()}
     is_tensor = isinstance(value, torch.Tensor)
@@ -237,7 +248,16 @@ def _repeat_rows(value: Any, num_rows: int, times: int) -> Any:
 
 
 def _refuse(call: dict[str, Any], cache: Any, num_rows: int) -> None:
-    """Raise ValueError for outputs that have no mixture, and for a cache of other rows."""
+    """Refuse outputs that have no mixture, and a cache of other rows.
+
+    Args:
+        call: Arguments of the forward by name.
+        cache: Its cache, or None.
+        num_rows: Prompts times bases.
+
+    Raises:
+        ValueError: States which.
+    """
     for name in ("output_attentions", "output_hidden_states"):
         if call.get(name):
             raise ValueError(

@@ -46,7 +46,7 @@ class MethodChoice:
         typed: Iterable[str] = (),
         config_path: str = "method",
     ) -> MethodChoice:
-        """The choice that a config node describes.
+        """Return the choice that a config node describes.
 
         Args:
             data: The node.
@@ -95,7 +95,7 @@ class MethodChoice:
         return all(issubclass(cls, PromptChange) for cls in classes)
 
     def files(self) -> tuple[Source, ...]:
-        """The files that the parameters of the method and of its parts name."""
+        """Return the files that the parameters of the method and of its parts name, each with its config key."""
         sources = [
             replace(source, field=f"{self.where}.{source.field}")
             for source in self.cls.files(self.values)
@@ -121,7 +121,7 @@ class MethodChoice:
 
         Args:
             found: Parameters by name.
-            part: The part whose parameters these are; None: the method itself.
+            part: The part of a composed method whose parameters these are; None: the method itself.
             hint: Hint for a missing parameter, with ``{key}``.
 
         Raises:
@@ -158,7 +158,16 @@ class MethodChoice:
 
 
 def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
-    """Raise UserError unless the parts of a list of methods are nodes by name, without further keys."""
+    """Refuse a list of methods whose parts are not config nodes by name, or that has further keys itself.
+
+    Args:
+        nodes: Config node of each method by name.
+        keys: Other keys beside the parts; none are allowed.
+        config_path: Config key of the list, for errors.
+
+    Raises:
+        UserError: Names the key.
+    """
     mapping = isinstance(nodes, Mapping) and len(nodes) > 0
     if not mapping or not all(isinstance(node, Mapping) for node in nodes.values()):
         hint = "write method=[layer_scaling,scale_channel]"

@@ -69,7 +69,10 @@ class Composed(Method):
         return replace(self, parts=parts)
 
     def prefill(self) -> Method | None:
-        """The prefill methods of its parts, one inside the other; None where a part has none."""
+        """Return the method under which shared prompts can be read before: the parts' own ones, one inside the other.
+
+        None where a part has none.
+        """
         parts: dict[str, Method] = {}
         for name, part in self.parts.items():
             method = part.prefill()
@@ -80,7 +83,7 @@ class Composed(Method):
         return Composed(parts=parts) if parts else Unmodified()
 
     def records(self) -> tuple[Collection[int], Collection[int]]:
-        """The channels and layers of all its parts."""
+        """Return the channels, and the layers, whose attention inputs any of its parts needs from a prefill."""
         channels: set[int] = set()
         layers: set[int] = set()
         for part in self.parts.values():
@@ -95,7 +98,10 @@ class Composed(Method):
         return replace(self, parts=parts)
 
     def folded(self, lm: LM) -> CheckpointChange | None:
-        """The changes of all parts; None where a part has none, or two change the rotary embeddings."""
+        """Return the changes of weights that equal all parts together.
+
+        None where a part has none, or two change the rotary embeddings.
+        """
         columns: dict[int, dict[int, float]] = {}
         rope: dict[str, object] = {}
         for part in self.parts.values():
@@ -111,7 +117,7 @@ class Composed(Method):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Apply the parts, one inside the other, in a block."""
         with ExitStack() as stack:
             for part in self.parts.values():
                 # Not ``applied``: the parts share the one block of the model that this method has.

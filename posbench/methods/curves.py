@@ -66,7 +66,15 @@ def layer_scales(
 
 
 def check_points(points: Points, layers: int) -> None:
-    """Raise UserError unless x rises strictly within 0..L-1 and y lies in 1..2: LPES, Eq. 9-10."""
+    """Refuse control points unless x rises strictly within 0..L-1 and y lies in 1..2: LPES, Eq. 9-10.
+
+    Args:
+        points: Points (x, y).
+        layers: Number of layers L.
+
+    Raises:
+        UserError: States which.
+    """
     field = "method.points"
     values = [list(point) for point in points]
     hint = "give them from left to right, such as [[0,1.2],[1,1.5]]"
@@ -83,7 +91,7 @@ def check_points(points: Points, layers: int) -> None:
 
 
 def bezier_coordinate(values: Sequence[float] | Array, t: Array) -> Array:
-    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k].
+    """Return one coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k].
 
     Args:
         values: The coordinate of each of the d + 1 control points.
@@ -103,7 +111,13 @@ def bezier_coordinate(values: Sequence[float] | Array, t: Array) -> Array:
 
 
 def _values(curve: str, points: Points, x: Array) -> Array:
-    """y of a curve at every x, which lie between the first and the last control point."""
+    """Return y of a curve at every x.
+
+    Args:
+        curve: ``linear``, ``step`` or ``bezier``.
+        points: Control points.
+        x: Values between the x of the first and of the last point.
+    """
     xs = np.array([point_x for point_x, _ in points], dtype=float)
     ys = np.array([point_y for _, point_y in points], dtype=float)
     if curve == "linear":

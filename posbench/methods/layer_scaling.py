@@ -55,7 +55,11 @@ class LayerScaling(Method):
         return layer_scales(self.curve, self.points or (), layers, self.x)
 
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
+        """Refuse a model without RoPE, and scales or points that do not fit its layers.
+
+        Raises:
+            UserError: States which.
+        """
         super().check(lm)
         if self.points is not None:
             check_points(self.points, lm.layers)

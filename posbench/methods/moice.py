@@ -104,18 +104,18 @@ def mixed_attention(
         # Layers that hold the same keys share their tables within one forward.
         num_keys = rotation.key.shape[2]
         if num_keys not in table_cache:
-            of_keys = [call.table(rotation.key_positions, base) for base in bases]
-            of_queries = of_keys
+            key_tables = [call.table(rotation.key_positions, base) for base in bases]
+            query_tables = key_tables
             if rotation.query.shape[2] != num_keys:
                 positions = rotation.query_positions
-                of_queries = [call.table(positions, base) for base in bases]
-            table_cache[num_keys] = of_queries, of_keys
+                query_tables = [call.table(positions, base) for base in bases]
+            table_cache[num_keys] = query_tables, key_tables
         return table_cache[num_keys]
 
     def attend(rotation: HandRotation) -> Tensor:
-        of_queries, of_keys = tables(rotation)
-        queries = rotation.rotate_by_each(rotation.query, of_queries)
-        keys = rotation.rotate_by_each(rotation.key, of_keys)
+        query_tables, key_tables = tables(rotation)
+        queries = rotation.rotate_by_each(rotation.query, query_tables)
+        keys = rotation.rotate_by_each(rotation.key, key_tables)
         mixed: Tensor | None = None
         for index, (query, key) in enumerate(zip(queries, keys, strict=True)):
             if mixed is None:
@@ -181,7 +181,11 @@ class MoICE(Method):
         return (Source(kind="path", id=str(path), field="weights"),)
 
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`; a router has to be there, and to fit the model."""
+        """Refuse a model without RoPE, missing weights, a top_k over the number of bases, routers of another model.
+
+        Raises:
+            UserError: States which.
+        """
         super().check(lm)
         num_bases = len(self.bases)
         if self.weights is None:
@@ -216,7 +220,12 @@ class MoICE(Method):
 
 
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
-    """Random routers for the layers that rotate, as the released program starts: normal, std 0.02."""
+    """Return random routers for the layers that rotate, by layer, as the released program starts: normal, std 0.02.
+
+    Args:
+        model: The model.
+        experts: Number of bases that a router chooses among.
+    """
     from posbench.methods.router import Router
 
     config = families.text_config(model)
@@ -234,7 +243,13 @@ def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
 def save_routers(
     routers: Mapping[int, Router], file: Path, metadata: Mapping[str, object]
 ) -> None:
-    """Write routers under the tensor names of the released program, with metadata as one JSON text."""
+    """Write routers to a safetensors file under the tensor names of the released program.
+
+    Args:
+        routers: Routers by layer.
+        file: The file.
+        metadata: Facts of the training, stored as one JSON text.
+    """
     from safetensors.torch import save_file
 
     tensors = {}
@@ -282,7 +297,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
 
 
 def _read_gates(file: Path) -> dict[int, dict[str, Tensor]]:
-    """The weights of the routers in a safetensors file, by layer and parameter name."""
+    """Return the weights of the routers in a safetensors file, by layer and parameter name."""
     gates: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118, it is no mapping

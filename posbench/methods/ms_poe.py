@@ -60,7 +60,11 @@ class MsPoE(Method):
         return self.order != "reversed"
 
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
+        """Refuse a model without RoPE, ratios in the wrong order, and a first layer behind the last one with RoPE.
+
+        Raises:
+            UserError: States which.
+        """
         super().check(lm)
         smallest, largest = self.ratios
         if smallest > largest:
@@ -84,7 +88,10 @@ class MsPoE(Method):
         return rope.rotating_by_hand(lm.model, dict.fromkeys(layers, self._attend))
 
     def head_ratios(self, outlying: Tensor) -> Tensor:
-        """The ratio of each head.
+        """Return the ratio by which each head divides positions, evenly spaced between the two of ``ratios``.
+
+        With the paper's order (rank), the head with most outlying keys gets the smallest ratio. The released program's
+        (permutation) gives head i the ratio whose number is the head of rank i; reversed looks at no scores.
 
         Args:
             outlying: Number of outlying keys of each head, shape (B, H).
@@ -103,14 +110,22 @@ class MsPoE(Method):
             ratio_index = outlying.argsort(dim=1, descending=True, stable=True)
         if order == "rank":
             ratio_index = ratio_index.argsort(dim=1)  # the rank of each head
+        # The released program stops one step below the largest ratio.
         num_steps = num_heads if self.variant == "official" else max(num_heads - 1, 1)
         low, high = self.ratios
         return low + (high - low) * ratio_index.float() / num_steps
 
     def outlying(self, rotation: HandRotation) -> Tensor:
-        """Per head, how many keys the last token attends to with an outlying weight, shape (B, H)."""
+        """Return for each head how many keys the last token attends to with an outlying weight, shape (B, H).
+
+        A weight is outlying if it is more than alpha times the mean (paper: at least).
+
+        Args:
+            rotation: Queries and keys of one layer before they are rotated, and the means to rotate them.
+        """
         query = rotation.query[:, :, -1:]
         key = rotation.key
+        # The official program compares queries and keys before they are rotated.
         if self.variant == "paper":
             cos, sin = rotation.call.table()
             query = rotation.rotate(query, (cos[:, -1:], sin[:, -1:]))
@@ -123,7 +138,11 @@ class MsPoE(Method):
         return (above & (mean > 0)).sum(-1)
 
     def _attend(self, rotation: HandRotation) -> Tensor:
-        """Attention of a layer in which each head has its own positions, shape (B, T, H, d)."""
+        """Return the attention output of a layer in which each head has its own positions, shape (B, T, H, d).
+
+        Args:
+            rotation: Queries, keys and positions of the layer, and what earlier steps left in its memory.
+        """
         memory = rotation.memory
         if "ratios" not in memory:
             memory["ratios"] = self.head_ratios(self.outlying(rotation))

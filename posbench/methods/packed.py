@@ -108,7 +108,10 @@ class _Pack:
         self._kept_keys: dict[int, Sequence[_ScaledKeys]] = {}
 
     def empty_cache(self) -> Any:
-        """Return a cache of M * B rows that counts the tokens of the prefill, but does not hold them."""
+        """Return a cache of M * B rows that counts the tokens of the prefill, but does not hold them.
+
+        M is the number of methods, B that of prompts.
+        """
         rows = len(self._continuations) * self._num_prompts
 
         def empty(states: Tensor) -> Tensor:
@@ -122,7 +125,7 @@ class _Pack:
 
     @contextmanager
     def changed(self) -> Iterator[None]:
-        """Attend to the shared keys, and scale the inputs of queries and keys row by row."""
+        """Inside the block, attend to the shared keys, and scale the inputs of queries and keys row by row."""
         layers = {
             layer
             for c in self._continuations
@@ -139,7 +142,7 @@ class _Pack:
             yield
 
     def _scaling(self, layer: int) -> Any:
-        """Return a function that multiplies the attention input [M * B, T, D] of a layer by each row's factors."""
+        """Return a function that multiplies a layer's attention input [M * B, T, D] by each row's factors."""
 
         def scale(hidden: Tensor) -> Tensor:
             if layer not in self._input_factors:
@@ -168,7 +171,20 @@ class _Pack:
         softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of each row to the shared keys of its prompt, and to its own: in place of the kernel."""
+        """Compute attention of each row to the shared keys of its prompt, and to its own; it replaces the kernel.
+
+        Args:
+            module: The layer's attention module.
+            query: Queries, [M * B, H, T, d].
+            key: The rows' own keys, [M * B, G, own tokens, d].
+            value: The rows' own values.
+            mask: Attention mask over shared and own keys, or None.
+            scaling: Factor of the scores.
+            softcap: Limit of the scores, in models that have one.
+
+        Returns:
+            The output, and None for the weights.
+        """
         shared = self._prefix.cache.layers[module.layer_idx]
         past = shared.keys.shape[2]
         rows, key_heads, _, dim = key.shape
@@ -203,11 +219,17 @@ class _Pack:
         return states.unflatten(0, (-1, self._num_prompts)).movedim(0, 2)
 
     def _shared_scores(self, layer: int, queries: Tensor) -> Tensor:
-        """Scores [B, G, M, N, P] of queries [B, G, M, N, d] against the keys of the prefill under each method."""
+        """Return the scores [B, G, M, N, P] of queries [B, G, M, N, d] against the prefill's keys under each method.
+
+        Args:
+            layer: The layer.
+            queries: B prompts, G key heads, M methods, N queries of a key head's group.
+        """
         keys = self._prefix.cache.layers[layer].keys
         scores = _products(queries, keys)
         for scaled in self._scaled_keys(layer):
             members = queries[:, :, scaled.methods]
+            # Keys of their own, else a term that is added times the method's factor.
             if scaled.factors is None:
                 scores[:, :, scaled.methods] = _products(members, scaled.keys)
             else:
@@ -218,17 +240,18 @@ class _Pack:
         return scores
 
     def _scaled_keys(self, layer: int) -> Sequence[_ScaledKeys]:
-        """Return the keys that replace the prefill's keys in a layer, or are added to them."""
+        """Return the keys of a layer that some methods use in place of the prefill's keys, or add to them."""
         if layer in self._kept_keys:
             return self._kept_keys[layer]
-        members: dict[tuple[int, ...], list[int]] = {}
+        methods_by_channels: dict[tuple[int, ...], list[int]] = {}
         for method, c in enumerate(self._continuations):
             if c.scales_keys and layer in c.layers:
-                members.setdefault(c.channels, []).append(method)
+                methods_by_channels.setdefault(c.channels, []).append(method)
         cached = self._prefix.cache.layers[layer].keys
         result = []
-        for channels, methods in members.items():
+        for channels, methods in methods_by_channels.items():
             factors = [self._continuations[method].factor for method in methods]
+            # Then scaling adds (factor - 1) times the channels' part of the keys, for all factors.
             if families.keys_are_linear(self._model, layer):
                 term = key_term(self._prefix, self._model, layer, channels)
                 result.append(
@@ -280,7 +303,7 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _masked(scores: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
-    """Scores [B, G, M, N, P + n], low where a key is shut.
+    """Return scores [B, G, M, N, P + n], very low where a token must not see a key.
 
     Args:
         scores: The scores, in which the tokens are the faster part of N.

@@ -62,14 +62,22 @@ _OF_GENERATE = "posbench_of_generate"
 def scale_cached_keys(
     prefix: Prefix, model: PreTrainedModel, method: ScaleChannel
 ) -> DynamicCache:
-    """A fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it."""
+    """Return a fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it.
+
+    Args:
+        prefix: Cache of a prompt that was read without the method, and the recorded attention inputs.
+        model: The model.
+        method: The method.
+    """
     cache = fork_cache(prefix.cache)
+    # Only tokens to come are scaled, or no layer of the method was recorded.
     if method.tokens == "last" or not prefix.inputs:
         return cache
     for index in method.layer_indices:
         layer = cache.layers[index]
         # A sliding-window layer keeps the newest tokens only.
         newest = slice(-layer.keys.shape[-2], None)
+        # A channel's share of a linear key is added; behind a norm, say, keys are computed anew.
         if families.keys_are_linear(model, index):
             term = key_term(prefix, model, index, method.channels)[..., newest, :]
             term = _match_heads(term, layer.keys)
@@ -88,7 +96,15 @@ def projected_keys(
     channels: tuple[int, ...],
     factor: float,
 ) -> Tensor:
-    """The keys of a prefix, [B, G, P, d], projected again from its attention input with scaled channels."""
+    """Return the keys of a prefix, [B, G, P, d], projected again from its attention input with scaled channels.
+
+    Args:
+        prefix: Cache and recorded attention inputs of the prompts.
+        model: The model.
+        layer: The layer.
+        channels: Channels to scale.
+        factor: Their factor.
+    """
     inputs = scale_channels(prefix.inputs[layer], channels, factor)
     keys = families.project_keys(model, layer, inputs)
     return families.keys_for_cache(model, layer, keys, prefix.rotary[layer])
@@ -254,7 +270,11 @@ class ScaleChannel(Method):
         return Unmodified() if self.last == 1 else None
 
     def continuation(self) -> Continuation | None:
-        """Scaled queries and keys of the last tokens, and scaled keys of all earlier ones, where one is scaled."""
+        """Return how the method goes on behind a prefill that was read without it.
+
+        Queries and keys of later tokens, and keys of all earlier ones, are scaled as ``tokens`` says. None if several
+        last tokens are treated apart.
+        """
         if self.last != 1:
             return None
         return Continuation(
@@ -287,7 +307,11 @@ class ScaleChannel(Method):
         return scale_channels(hidden, self.channels, self.factor)
 
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
+        """Refuse channels and layers that the model does not have; warn where its RoPE depends on the prompt's length.
+
+        Raises:
+            UserError: States which.
+        """
         super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
@@ -303,7 +327,11 @@ class ScaleChannel(Method):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Replace the model's forward inside the block by one that scales the channel for the last tokens.
+
+        A prompt without a cache runs as :meth:`_run_prompt` says; on a cache that this block filled, all tokens are
+        scaled.
+        """
         model = lm.model
         forward = model.forward
         prepare_inputs = model.prepare_inputs_for_generation
@@ -341,6 +369,7 @@ class ScaleChannel(Method):
                 return prepare_inputs(*args, **kwargs)
             cache = kwargs.get("past_key_values")
             if getattr(cache, _MARK, None) == block_id:
+                # generate() reads a long prompt in parts, so its end is not known yet.
                 if not kwargs.get("next_sequence_length"):
                     raise ValueError(CHUNKED)
                 # All tokens of the prompt are here: those in the cache were scaled as if they were its end.
@@ -362,7 +391,13 @@ class ScaleChannel(Method):
     def continue_with(
         self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any
     ) -> Any:
-        """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
+        """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already; return the output.
+
+        Args:
+            model: The model.
+            forward: Its unmodified forward.
+            inputs: Arguments of the forward.
+        """
         with ExitStack() as stack:
             if self.tokens != "earlier":
                 for layer in self.layer_indices:
@@ -410,9 +445,11 @@ class ScaleChannel(Method):
         if isinstance(self.last, int):
             num_scaled = min(self.last + num_candidates, num_tokens)
 
+        # The method needs the cache, whatever the caller wants to get back.
         whole = {"past_key_values": cache, "use_cache": True, "return_dict": True}
         if num_scaled == num_tokens:
             output = self.continue_with(model, forward, **whole, **call)
+        # One pass if the last rows can be computed again on the same keys, else two.
         elif _keys_stay(cache) and LastRows.fits(model, self.layer_indices):
             with last_rows.scaling(num_scaled):
                 output = forward(**whole, **call)
@@ -498,7 +535,14 @@ class ScaleChannel(Method):
         )
 
     def _check_padding(self, mask: Any) -> None:
-        """Raise ValueError where a row's last tokens are padding."""
+        """Refuse prompts that are padded on the right, whose last tokens are padding.
+
+        Args:
+            mask: The attention mask, [B, T]; other forms cannot be checked.
+
+        Raises:
+            ValueError: A row ends with padding.
+        """
         if not (
             isinstance(self.last, int) and torch.is_tensor(mask) and mask.ndim == 2
         ):
@@ -519,7 +563,11 @@ def _keys_stay(cache: Any) -> bool:
 
 
 def _check_cache(cache: Any) -> None:
-    """Raise ValueError for a cache of fixed size, whose keys cannot be replaced."""
+    """Refuse a cache of fixed size, whose keys cannot be replaced.
+
+    Raises:
+        ValueError: It is one.
+    """
     growing = transformers.cache_utils.DynamicLayer
     if not all(isinstance(layer, growing) for layer in cache.layers):
         kind = type(cache).__name__
@@ -531,7 +579,13 @@ def _check_cache(cache: Any) -> None:
 def _select_tokens(
     call: Mapping[str, Any], tokens: slice, num_tokens: int
 ) -> dict[str, Any]:
-    """Return the arguments of a forward over ``num_tokens`` tokens, restricted to some tokens."""
+    """Return the arguments of a forward over ``num_tokens`` tokens, restricted to some of them.
+
+    Args:
+        call: The arguments by name.
+        tokens: The tokens to keep.
+        num_tokens: Number of all tokens.
+    """
     return {
         name: _select_from_argument(name, value, tokens, num_tokens)
         for name, value in call.items()
@@ -539,13 +593,24 @@ def _select_tokens(
 
 
 def _select_from_argument(name: str, value: Any, tokens: slice, num_tokens: int) -> Any:
-    """Return the part of one argument that belongs to some tokens; an argument without a token axis is unchanged."""
+    """Return the part of one argument of a forward that belongs to some tokens.
+
+    Args:
+        name: Name of the argument.
+        value: Its value; one without an axis of tokens is returned as it is.
+        tokens: The tokens.
+        num_tokens: Number of all tokens, by which an axis of tokens is recognised.
+
+    Raises:
+        ValueError: The attention mask is no tensor.
+    """
     if value is None:
         return None
     is_tensor = isinstance(value, torch.Tensor)
     if name == "attention_mask" and not is_tensor:
         raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
     if name == "attention_mask":
+        # A token sees all earlier ones, so the mask begins with the first.
         visible = value[..., : tokens.stop]
         return visible if value.ndim == 2 else visible[:, :, tokens]
     if name == "position_ids":
@@ -563,7 +628,16 @@ def scale_layer_range(published: tuple[int, int], count: int) -> tuple[int, int]
 
 
 def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
-    """Raise UserError unless every channel lies inside the model's hidden size."""
+    """Refuse channels outside the model's hidden size.
+
+    Args:
+        lm: The model.
+        name: Config key of the channels, for the error.
+        channels: The channels.
+
+    Raises:
+        UserError: Names those allowed.
+    """
     width = families.text_config(lm.model).hidden_size
     repeated = len(set(channels)) != len(channels)
     if not channels or repeated or any(not 0 <= c < width for c in channels):
@@ -573,7 +647,16 @@ def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
 
 
 def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
-    """Raise UserError unless [first, last], inclusive, lies inside the model; None passes."""
+    """Refuse a range of layers unless [first, last], inclusive, lies inside the model; None passes.
+
+    Args:
+        lm: The model.
+        name: Config key of the range, for the error.
+        layers: The range.
+
+    Raises:
+        UserError: It does not.
+    """
     if layers is None:
         return
     count = lm.layers

@@ -196,7 +196,7 @@ def read_reply(
     hidden: bool = False,
     max_tokens: int | None = None,
 ) -> Reply:
-    """Read the reply in an answer of either API.
+    """Read the reply in an answer of the completions or the chat API.
 
     Args:
         answer: The answer, with a choice 0.
@@ -230,6 +230,7 @@ def read_reply(
         form = "field"
     elif not form and (hidden or usage.thinking_tokens):
         form = "hidden"
+    # The limit came while the model was thinking.
     is_cut = finish == FINISH_LENGTH and bool(form) and not text.strip()
     obstacle = unclear_thinking(split) or obstacle
     if not text.strip():
@@ -260,10 +261,19 @@ def unclear_thinking(split: SplitReply) -> str:
 def _judge_length(
     finish: str, content: str, usage: _Usage, max_tokens: int
 ) -> tuple[str, str]:
-    """Return the finish reason of a reply that is not reported as cut, and the doubt that remains.
+    """Find out whether a reply ended by itself, where the server does not say that it was cut.
 
     A server that cuts a reply may report ``stop``. Without token counts, the words of a reply are a lower bound of its
     tokens, and its bytes an upper bound.
+
+    Args:
+        finish: The reported reason, empty if there is none.
+        content: Text of the reply.
+        usage: Token counts as reported.
+        max_tokens: Limit of the request.
+
+    Returns:
+        The reason (``length`` for a cut reply), and in words what remains unknown, empty if nothing.
     """
     # Not the total minus the prompt: it may include more than prompt and reply.
     tokens = usage.completion_tokens
@@ -287,7 +297,15 @@ def _other_field(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
 
 
 def _texts(choice: Mapping[str, Any], message: Mapping[str, Any]) -> tuple[str, str]:
-    """Text and thinking of a choice, as the fields of its message hold them."""
+    """Return the text and the thinking of a choice, whichever fields the server puts them in.
+
+    Args:
+        choice: An entry of ``choices``.
+        message: Its ``message``; a completion has none, and holds ``text`` itself.
+
+    Raises:
+        TypeError: The content is neither text nor a list of parts.
+    """
     content = choice.get("text") if "text" in choice else message.get("content")
     thinking = ""
     if isinstance(content, list):
@@ -308,7 +326,11 @@ THINKING_PARTS = ("thinking", "reasoning", "redacted_thinking", "reasoning_text"
 
 
 def _joined_parts(parts: Sequence[Any]) -> tuple[str, str]:
-    """Text and thinking of a content that is a list of parts; RequestError where a part is of an unknown type."""
+    """Return text and thinking of a message whose content is a list of parts.
+
+    Raises:
+        RequestError: A part is of an unknown type.
+    """
     texts = []
     thinking = []
     for part in parts:
@@ -325,7 +347,7 @@ def _joined_parts(parts: Sequence[Any]) -> tuple[str, str]:
 
 
 def _thinking_of_part(part: Mapping[str, Any]) -> str:
-    """The text of a part that holds thinking; empty where it is not shown."""
+    """Return the text of a part that holds thinking; empty where the server does not show it."""
     for field in (part["type"], "text", "thinking", "reasoning", "summary"):
         inner = part.get(field)
         if isinstance(inner, list):
@@ -354,7 +376,7 @@ def reported_model(answer: Mapping[str, Any]) -> str:
 
 
 def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choice with index 0 of an answer; empty where there is none, or more than one.
+    """Return the choice with index 0 of a server's answer; empty where there is none, or more than one.
 
     A server may give several in any order. A single one needs no index.
     """
@@ -364,14 +386,14 @@ def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
     choices = [choice for choice in choices if isinstance(choice, dict)]
     if len(choices) == 1 and "index" not in choices[0]:
         return choices[0]
-    of_index = [choice for choice in choices if choice.get("index") == 0]
-    return of_index[0] if len(of_index) == 1 else {}
+    with_index_0 = [choice for choice in choices if choice.get("index") == 0]
+    return with_index_0[0] if len(with_index_0) == 1 else {}
 
 
 def without_surrogates(value: Any) -> Any:
-    """Return data with the replacement character for every half of a surrogate pair, which no file can hold.
+    """Return JSON data in which each half of a surrogate pair, which no file can hold, is the replacement character.
 
-    A reply that ends inside a character may have one.
+    A reply that was cut inside a character may contain one.
     """
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -387,7 +409,7 @@ def without_surrogates(value: Any) -> Any:
 
 @contextmanager
 def failing_on_other_forms() -> Iterator[None]:
-    """Raise RequestError where an answer has another form than the API's."""
+    """Raise RequestError where the block reads a field that a server's answer does not have in the API's form."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -433,7 +455,12 @@ def first_token_nats(
 def probability_of_choices(
     top_logprobs: Mapping[str, float], choices: Sequence[str]
 ) -> float:
-    """Return the probability, by the likeliest tokens, that a reply's first token begins exactly one choice."""
+    """Return the probability that the first token of a reply begins exactly one of the choices.
+
+    Args:
+        top_logprobs: Log-likelihoods (nats) of the likeliest first tokens.
+        choices: The choices' texts.
+    """
     names = [choice.strip() for choice in choices]
     total = 0.0
     for token, nats in top_logprobs.items():
@@ -445,9 +472,10 @@ def probability_of_choices(
 
 
 def choice_in_reply(text: str, choices: Sequence[str]) -> str:
-    """The choice that follows "answer is" or "answer:" in a reply, or with which it begins; else nothing.
+    """Return the choice that follows "answer is" or "answer:" in a reply, or with which it begins; empty if none.
 
-    An A or an I at the beginning, or behind "answer", is a word where another one than a verb of the choice follows.
+    An A or I at the beginning, or behind "answer", may be a word ("A dog", "I think"): it counts as a choice only where
+    no lower-case word follows, or one such as "is" and "because".
     """
     names = sorted((choice.strip() for choice in choices), key=len, reverse=True)
     choice = rf"[\s(\[*\"']*({'|'.join(map(re.escape, names))})(?!\w)"
@@ -459,7 +487,13 @@ def choice_in_reply(text: str, choices: Sequence[str]) -> str:
 
 
 def read_top_logprobs(answer: Mapping[str, Any]) -> dict[str, float]:
-    """The likeliest first tokens of a reply with their log-likelihoods, in either form of the APIs."""
+    """Return the likeliest first tokens of a reply with their log-likelihoods (nats); empty where there are none.
+
+    Completions and chats give them in different forms; both are read.
+
+    Args:
+        answer: JSON of the server's answer.
+    """
     logprobs = first_choice(answer).get("logprobs") or {}
     completions = next(iter(logprobs.get("top_logprobs") or ()), None)
     if completions:
@@ -492,13 +526,24 @@ def read_echoed_logprobs(
 
 
 def read_prompt_logprobs(answer: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """Read log-probabilities from vLLM's ``prompt_logprobs``: one entry for each token of the prompt, None for the
-    first."""
+    """Return each token of the prompt with its log-probability, from vLLM's ``prompt_logprobs``.
+
+    Args:
+        answer: JSON of the server's answer.
+
+    Returns:
+        Token and nats, in the prompt's order; None for the first token, before which there is nothing.
+
+    Raises:
+        RequestError: An entry does not hold one token.
+    """
     entries = first_choice(answer).get("prompt_logprobs")
+    # Chats hold it beside the choices.
     entries = entries or answer.get("prompt_logprobs") or []
     tokens: list[str] = []
     nats: list[Any] = []
     for index, entry in enumerate(entries):
+        # The first token, on which there is no prediction.
         if not entry:
             tokens.append("")
             nats.append(None)

@@ -53,6 +53,7 @@ def attention_weights(
         scores = softcap * torch.tanh(scores / softcap)
     num_keys = scores.shape[-1]
     minus_infinity = float("-inf")
+    # Made here: causal, within the sliding window, without padding.
     if mask is None or mask.ndim != 4:
         tokens = torch.arange(num_keys, device=query.device)
         query_tokens = tokens[num_keys - query.shape[2] :][query_rows, None]
@@ -65,6 +66,7 @@ def attention_weights(
         scores = scores.masked_fill(~mask[:, :, query_rows, :num_keys], minus_infinity)
     else:
         scores = scores + mask[:, :, query_rows, :num_keys]
+    # A sink takes a share of the attention and has no key.
     if s_aux is not None:
         sinks = s_aux.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -95,7 +95,7 @@ class Encoded:
 
 @contextmanager
 def _clock_at(moment: datetime) -> Iterator[None]:
-    """Freeze the clock that transformers offers to chat templates, ``strftime_now``."""
+    """Fix the time that chat templates print (``strftime_now`` of transformers) for a block."""
 
     class Clock(datetime):
         """The standard library's class, whose now is fixed."""
@@ -127,9 +127,15 @@ class Encoder:
     def render(
         self, prompt: str, *, chat: bool = True, system: str = "", prefill: str = ""
     ) -> str:
-        """The text the model reads: the prompt, in the chat template if there is one to use, and ``prefill``.
+        """Return the text the model reads: the prompt, in the chat template if there is one to use, and ``prefill``.
 
         Without a template the system message comes before the prompt, with an empty line between.
+
+        Args:
+            prompt: The task's prompt.
+            chat: Whether it may be put into the chat template.
+            system: System message.
+            prefill: Beginning of the reply.
         """
         text, _ = self._render(prompt, chat, system)
         return text + prefill
@@ -164,7 +170,16 @@ class Encoder:
         return sources
 
     def _render(self, prompt: str, chat: bool, system: str) -> tuple[str, bool]:
-        """The text, and whether a chat template made it."""
+        """Return the text that the model reads, and whether a chat template made it.
+
+        Args:
+            prompt: The prompt.
+            chat: Whether the task's prompts may be put into a chat template.
+            system: System message; without a template, or with one that ignores it, it goes before the prompt.
+
+        Raises:
+            UserError: The template cannot be rendered, or leaves out the prompt.
+        """
         tokenizer = self.need_tokenizer()
         template_file = CHAT_TEMPLATES.get(self.chat_template)
         has_template = template_file is not None or tokenizer.chat_template
@@ -203,7 +218,15 @@ class Encoder:
         return text, True
 
     def _need_shown(self, prompt: str, text: str) -> None:
-        """Refuse a chat template that leaves no line of a prompt in its text, as those for parts of messages do."""
+        """Refuse a chat template that shows no line of a prompt, as those for messages in parts do.
+
+        Args:
+            prompt: The prompt.
+            text: What the template made of it.
+
+        Raises:
+            UserError: The template does.
+        """
         lines = [line.strip().lower() for line in prompt.splitlines() if line.strip()]
         text = text.lower()
         if lines and not any(line in text for line in lines):
@@ -277,7 +300,17 @@ class Encoder:
         document: tuple[int, int] | None = None,
         separator: str = "",
     ) -> Encoded:
-        """Return a whole prompt unchanged if it fits, else shortened; arguments and errors as of :meth:`encode`."""
+        """Return a whole prompt unchanged if it fits, else shortened.
+
+        Args:
+            encoded: The whole prompt.
+            form: How it was rendered: arguments of :meth:`render`.
+            truncation: As all that follow: see :meth:`encode`, also for the errors.
+            reserve: Tokens to keep free for the answer.
+            most: Tokens of the prompt at most.
+            document: Character span that may be shortened.
+            separator: Text put where the document was cut.
+        """
         max_tokens = self.context_window - reserve
         prompt = encoded.prompt
         excess = len(encoded.ids) - max_tokens
@@ -289,6 +322,7 @@ class Encoder:
         if excess <= 0:
             return encoded
 
+        # It does not fit and may not be cut, or no prompt at all would fit.
         if truncation == "refuse" or max_tokens < 1:
             hint = "shorten the prompts, or cut them with task.truncation=middle"
             if len(encoded.ids) <= max_tokens and most:
@@ -298,6 +332,7 @@ class Encoder:
                 hint = f"set task.max_new_tokens to less than {self.context_window}"
             self._refuse_length(len(encoded.ids), max_tokens, reserve, hint)
         removed = 0
+        # Cutting text does not remove exactly as many tokens, so it is repeated.
         while excess > 0:
             removed += excess
             pieces = self._shorten(prompt, removed, truncation, document, separator)
@@ -314,7 +349,15 @@ class Encoder:
     def _encode_pieces(
         self, prompts: Sequence[list[Piece]], forms: Sequence[Mapping[str, Any]]
     ) -> list[Encoded]:
-        """Encode prompts, each made of some pieces; each of ``forms`` holds arguments of :meth:`render`."""
+        """Encode several prompts in as few calls of the tokenizer as possible.
+
+        Args:
+            prompts: The pieces whose texts make up each prompt.
+            forms: Arguments of :meth:`render` for each.
+
+        Returns:
+            Text and token ids of each; offsets are computed when they are first asked for.
+        """
         tokenizer = self.need_tokenizer()
         texts = []
         # Whether a chat template wrote the special tokens of each.
@@ -335,6 +378,7 @@ class Encoder:
             ids_of_texts.update(zip(members, encoding["input_ids"], strict=True))
 
         bos = tokenizer.bos_token_id
+        # A template may leave out the first token that the tokenizer would add.
         begins_with_bos = any(templated) and self._token_ids("a")[:1] == [bos]
         encoded = []
         for index, (text, pieces) in enumerate(zip(texts, prompts, strict=True)):
@@ -361,14 +405,18 @@ class Encoder:
         """Return the characters of the task's prompt that each token covers.
 
         Args:
-            text: The rendered text.
-            pieces: The pieces of the prompt in it.
+            text: The rendered text: the prompt, shortened perhaps, as the chat template holds it.
+            pieces: The pieces of the prompt in it, and where each begins in the task's prompt.
             has_template: Whether a chat template made the text.
             length: Number of tokens of the text.
             num_added: Number of tokens put before the text.
+
+        Returns:
+            First character and end for each token; an empty span for tokens of no character of the prompt.
         """
         tokenizer = self.need_tokenizer()
         spans = [NO_CHARACTERS] * length
+        # Others do not say which characters a token covers.
         if tokenizer.is_fast:
             encoding = tokenizer(
                 text, add_special_tokens=not has_template, return_offsets_mapping=True
@@ -376,6 +424,7 @@ class Encoder:
             spans = encoding["offset_mapping"][:length]
         spans = [NO_CHARACTERS] * num_added + spans
         start, (first, last) = _place_of("".join(piece.text for piece in pieces), text)
+        # How far each piece lies from its place in the task's prompt.
         shifts = []
         for piece in pieces:
             offset = None if piece.start is None else piece.start - start
@@ -390,7 +439,10 @@ class Encoder:
         return self._without_end(list(encoding["input_ids"]), text)
 
     def _without_end(self, ids: list[int], text: str) -> list[int]:
-        """Token ids of a text without the end of sequence that some tokenizers add: a reply shall follow."""
+        """Return token ids without the end-of-sequence token that some tokenizers add, as a reply follows.
+
+        One that the text itself ends with stays.
+        """
         tokenizer = self.need_tokenizer()
         end = tokenizer.eos_token_id
         if not ids or end is None or ids[-1] != end:
@@ -408,7 +460,14 @@ class Encoder:
     ) -> list[Piece]:
         """Return the pieces of a prompt shortened by about ``removed`` tokens; empty if nothing is left to cut.
 
-        The other arguments are as of :meth:`encode`.
+        A piece is a text and where it begins in the prompt.
+
+        Args:
+            prompt: The prompt.
+            removed: Number of tokens.
+            truncation: ``middle`` cuts the middle of the prompt; others cut the document, by words or at its end.
+            document: Where it begins and ends in the prompt, in characters; None: not marked.
+            separator: Text that replaces what was cut.
         """
         if truncation == "middle":
             return self._cut_middle(prompt, removed)
@@ -432,7 +491,7 @@ class Encoder:
         ]
 
     def _cut_middle(self, prompt: str, removed: int) -> list[Piece]:
-        """The first and the last tokens of a prompt.
+        """Return the first and the last tokens of a prompt, ``removed`` fewer, as two pieces; empty if none are left.
 
         LongBench decodes both halves and tokenises the result again; so do we, for the same text.
         """
@@ -478,12 +537,17 @@ class Encoder:
         return encoded.ids, self.continuation_ids(encoded, answer)
 
     def continuation_ids(self, encoded: Encoded, text: str) -> list[int]:
-        """Token ids of a text that follows a prompt.
+        """Return the token ids of a text that follows a prompt.
 
-        The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
+        The pair is tokenised as one text where the prompt's tokens stay the same in it; otherwise the text alone.
         (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
+
+        Args:
+            encoded: The prompt, as text and token ids.
+            text: What follows, such as an answer.
         """
         prompt_ids = encoded.ids
+        # Depending on whether a chat template wrote the special tokens or the tokenizer adds them.
         for special in (True, False):
             pair_ids = self._token_ids(encoded.text + text, special)
             begins_with_prompt = pair_ids[: len(prompt_ids)] == prompt_ids
@@ -494,6 +558,10 @@ class Encoder:
 
 def _place_of(prompt: str, text: str) -> tuple[int, tuple[int, int]]:
     """Find a prompt in the text that a chat template made of it; some templates strip the prompt.
+
+    Args:
+        prompt: The prompt.
+        text: The rendered text.
 
     Returns:
         Where its first character is, or would be unstripped, and the span of the text that it covers; an empty span if
@@ -511,7 +579,15 @@ def _place_of(prompt: str, text: str) -> tuple[int, tuple[int, int]]:
 
 
 def _shift_span(span: tuple[int, int], shifts: Sequence[_Shift]) -> tuple[int, int]:
-    """A token's characters in the task's prompt, from those in the rendered text."""
+    """Return a token's characters in the task's prompt, from its characters in the rendered text.
+
+    Args:
+        span: Start and end in the rendered text.
+        shifts: Spans of the rendered text, and how far each lies from its place in the prompt; None: not in it.
+
+    Returns:
+        Start and end in the prompt; an empty span for a token outside.
+    """
     first, last = span
     for start, end, offset in shifts:
         if start < last and first < end and last > first:

@@ -150,7 +150,11 @@ def family_of(model: PreTrainedModel) -> Family:
 
 
 def family_of_type(model_type: str | None) -> Family:
-    """The family row of a ``config.model_type``; UserError, with the reason, if there is none."""
+    """Return the row of the families table for a ``config.model_type``.
+
+    Raises:
+        UserError: There is none; says why if the type is known not to work.
+    """
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
@@ -171,7 +175,7 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def context_window(config: PreTrainedConfig) -> int:
-    """Tokens a checkpoint reads by its own config, 2^31 where the config sets no limit."""
+    """Return how many tokens a checkpoint reads by its own config, 2^31 where the config sets no limit."""
     text = config.get_text_config()
     return (
         getattr(text, "max_position_embeddings", None)
@@ -181,9 +185,9 @@ def context_window(config: PreTrainedConfig) -> int:
 
 
 def rope_boundary(model: PreTrainedModel) -> int | None:
-    """Length of a prompt with its reply up to which a longrope model has its short factors; None for other models.
+    """Return the length (tokens of prompt and reply) up to which a longrope model has its short factors.
 
-    transformers takes the long ones for the whole batch where one of its prompts is longer.
+    None for other models. transformers takes the long factors for a whole batch where one of its prompts is longer.
     """
     config = text_config(model)
     rope_parameters = getattr(config, "rope_parameters", None) or {}
@@ -263,6 +267,7 @@ def on_query_key_input(
         return (changed, *args[1:])
 
     def change_key_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # Some models compute keys from another tensor, which is then changed by itself.
         hidden, changed = changed_inputs.pop() if changed_inputs else (None, None)
         if hidden is not args[0]:
             changed = change(args[0])
@@ -276,6 +281,7 @@ def on_query_key_input(
         )
         return output.index_copy(-1, rows, changed.index_select(-1, rows))
 
+    # A fused projection also makes values: only the rows of queries and keys change.
     if family.fused is None:
         return [
             query_projection.register_forward_pre_hook(change_query_input),
@@ -285,8 +291,11 @@ def on_query_key_input(
 
 
 def query_key_rows(model: PreTrainedModel, layer: int) -> dict[str, Tensor | None]:
-    """Return the query and key projections of a layer by their dotted names in the model, each with its query and key
-    rows; None: all rows."""
+    """Return the parameters that make a layer's queries and keys.
+
+    Returns:
+        By dotted name of the projection in the model: the output rows that are queries or keys, None for all rows.
+    """
     family = family_of(model)
     attention = attention_module(model, layer)
     path = next(name for name, module in model.named_modules() if module is attention)
@@ -311,8 +320,10 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
 def queries_and_keys_are_linear(
     model: PreTrainedModel, layers: Collection[int]
 ) -> bool:
-    """Whether the queries of all these layers, too, depend linearly on the attention input; see
-    :func:`keys_are_linear`."""
+    """Whether both queries and keys of all these layers depend linearly on the attention input.
+
+    See :func:`keys_are_linear`.
+    """
     family = family_of(model)
     modules = attention_modules(model)
     return all(
@@ -329,7 +340,7 @@ def _makes_linear_keys(family: Family, attention: nn.Module) -> bool:
 
 
 def _is_plain(projection: nn.Module) -> bool:
-    """Whether a projection is a product with a weight that can be read."""
+    """Whether a projection is a matrix product whose weight can be read, not quantised, adapted or offloaded."""
     # Subclasses are quantised or adapted, but for Falcon's, which only orders the sum its own way.
     is_linear = (
         type(projection) is nn.Linear or type(projection).__name__ == "FalconLinear"
@@ -343,7 +354,11 @@ def _is_plain(projection: nn.Module) -> bool:
 def query_key_columns(
     model: PreTrainedModel, layer: int, channel: int
 ) -> tuple[Tensor, Tensor]:
-    """A channel's columns of the query and key projections, without biases, [H * d] and [G * d]."""
+    """Return the weights that multiply one channel of the attention input in queries and keys, without biases.
+
+    Returns:
+        Columns of shape (query heads * head size,) and (key heads * head size,).
+    """
     family = family_of(model)
     attention = attention_module(model, layer)
     query_column = getattr(attention, family.query).weight[:, channel]
@@ -376,7 +391,7 @@ def keys_for_cache(
     projected: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Keys as a layer caches them: clamped, normalised, split in heads, rotated.
+    """Return keys as a layer caches them: clamped, normalised, split in heads, rotated.
 
     Args:
         model: The model.
@@ -436,7 +451,7 @@ def rotates(model: PreTrainedModel, layer: int) -> bool:
 
 
 def _count_heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
-    """Query heads and key heads of a layer."""
+    """Return the numbers of query heads and of key heads of a layer."""
     config = text_config(model)
     attention = attention_module(model, layer)
     key_heads = getattr(attention, "num_kv_heads", None) or getattr(
@@ -451,14 +466,26 @@ def _fused_rows(
     width: int,
     device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output rows of a fused projection of ``width`` rows that are queries, and those that are keys."""
+    """Return which output rows of a projection that makes queries, keys and values at once are queries and keys.
+
+    Args:
+        model: The model.
+        layer: The layer.
+        width: Number of output rows.
+        device: Device of the result.
+
+    Returns:
+        Indices of the queries' rows, and of the keys' rows.
+    """
     heads, key_heads = _count_heads(model, layer)
     head_size = width // (heads + 2 * key_heads)
+    # All queries, then all keys, then all values.
     if family_of(model).fused == "blocks":
         first_key = heads * head_size
         first_value = (heads + key_heads) * head_size
         rows = torch.arange(first_value, device=device)
         return rows[:first_key], rows[first_key:]
+    # Else by key head: its query heads, its key, its value.
     rows = torch.arange(width, device=device)
     groups = rows.view(key_heads, heads // key_heads + 2, head_size)
     return groups[:, :-2].flatten(), groups[:, -2].flatten()

@@ -105,6 +105,7 @@ def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
     rows_by_fault = {
         "its head gives NaN or infinity": ~torch.isfinite(high),
         "all logits of a token are equal, as hidden states too large for it make them": (
+            # NaN compares unequal, so it is not counted here.
             low == high
         ),
     }
@@ -117,7 +118,10 @@ def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Run a function of an LM :func:`exclusive`, and name the layer if it raises :class:`NotFinite`."""
+    """Wrap a method of LM so that it runs :func:`exclusive`, and an error names the layer that gave NaN or infinity.
+
+    The call is repeated with a check of every layer only if it raised :class:`NotFinite`.
+    """
 
     @functools.wraps(call)
     def run(lm: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -141,7 +145,11 @@ def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
 
 @contextmanager
 def _checking_layers(lm: Any) -> Iterator[None]:
-    """Refuse the first layer whose output at the last token is not finite."""
+    """Check inside a block the embedding and every layer's output at the last token; raise where one is not finite.
+
+    Raises:
+        UserError: Names the first layer that gives NaN or infinity.
+    """
 
     def check(module_name: str, hidden: Tensor) -> None:
         if not bool(torch.isfinite(hidden[:, -1]).all()):
@@ -172,13 +180,17 @@ def _checking_layers(lm: Any) -> Iterator[None]:
 @guarded
 @inference_mode
 def probe(lm: Any, ids: Sequence[int]) -> None:
-    """Run one prompt and look at the queries, keys and values of every layer, too.
+    """Run one prompt, and check logits and every layer's queries, keys and values for NaN and infinity.
 
-    A kernel may answer NaN with a number, so that the logits do not show it. Families whose attention does
+    A kernel may turn NaN into a number, so that the logits do not show it. Families whose attention does
     not run through the library's functions show their logits alone.
 
+    Args:
+        lm: The model.
+        ids: Token ids of the prompt.
+
     Raises:
-        UserError: Some is NaN or infinite; the message names the layer.
+        UserError: Some are NaN or infinite; the message names the layer.
     """
 
     def check(module: Any, *states: Any, following: Any, **settings: Any) -> Any:
@@ -203,7 +215,12 @@ def forward(lm: Any, **inputs: Tensor) -> None:
 
 
 def not_finite_error(lm: Any, fault: str) -> UserError:
-    """Return the error for a model with non-finite outputs in its dtype, with a hint."""
+    """Return the error for a model with non-finite outputs; its hint names a wider dtype, or the methods applied.
+
+    Args:
+        lm: The model.
+        fault: What is not finite, in words.
+    """
     dtype = str(lm.model.dtype).removeprefix("torch.")
     methods = [entry.name for entry in _entries.get(lm.model, []) if entry.changes]
     hint = "set milder parameters of the method"
@@ -221,9 +238,16 @@ def not_finite_error(lm: Any, fault: str) -> UserError:
 
 
 def check_parameters(model: nn.Module, name: str) -> None:
-    """Raise UserError if a parameter holds NaN or infinity; parameters that accelerate offloads are not read.
+    """Refuse a model with NaN or infinity in a parameter; parameters that accelerate offloads are not read.
 
     Compressed weights (8 bits and fewer) have no infinity.
+
+    Args:
+        model: The model.
+        name: Its name, for the error.
+
+    Raises:
+        UserError: Names the parameter.
     """
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
     for parameter, values in model.named_parameters():

@@ -103,9 +103,14 @@ class SharedBuffer:
         return states
 
     def can_append(self, layer: Any, states: Tensor, end: int) -> bool:
-        """Whether a cache layer that holds ``states`` can be continued here up to token ``end``.
+        """Whether a cache layer can append tokens in this buffer, up to token ``end``, without a copy.
 
         That is so if its states are a part of this buffer, and no other living layer has appended any.
+
+        Args:
+            layer: The cache layer.
+            states: Its keys or values, [B, G, T, d].
+            end: Tokens that it will have.
         """
         is_part = getattr(states, SHARED_BUFFER, None) is self
         if not is_part or end > self.storage.shape[-2]:
@@ -141,7 +146,7 @@ def appendable_cache(
 
 
 def fork_cache(cache: DynamicCache) -> DynamicCache:
-    """Return a cache that grows independently and shares its present content with the original."""
+    """Return a cache that grows independently and shares its present keys and values with the original."""
     branch = copy.copy(cache)
     branch.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in branch.layers:
@@ -150,6 +155,7 @@ def fork_cache(cache: DynamicCache) -> DynamicCache:
             continue
         layer.shared_buffers = dict(buffers)
         for buffer in buffers.values():
+            # A branch that holds more than the shared tokens occupies the memory behind them.
             if layer.keys.shape[-2] > buffer.shared_tokens:
                 buffer.writers.add(layer)
     return branch
@@ -158,6 +164,8 @@ def fork_cache(cache: DynamicCache) -> DynamicCache:
 @functools.cache
 def _appendable_layer_type() -> type:
     # Defined in a function, so that transformers is imported only when it is needed.
+    """Return the class of cache layers that append new keys and values to larger tensors, without copying old ones."""
+
     class AppendableLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
         """Keys and values at the beginning of larger tensors, ``shared_buffers``, behind ``tokens_before``."""
 
@@ -248,13 +256,18 @@ def functions_in_front(model: PreTrainedModel) -> Sequence[AttentionFunction]:
 
 
 def _dispatch(kernel_name: str) -> AttentionFunction:
-    """An attention function that calls the functions in front of a kernel, then the kernel."""
+    """Return an attention function that calls the functions of :func:`intercepting_attention`, then a kernel.
+
+    Args:
+        kernel_name: Name under which transformers knows the kernel.
+    """
 
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(
             kernel_name, eager
         )
+        # The one registered first is called first, and gets the next one as ``following``.
         for function in reversed(_functions.get(id(module.config), [])):
             attend = functools.partial(function, following=attend)
         return attend(module, *args, **settings)

@@ -65,7 +65,7 @@ class LastRows:
 
     @staticmethod
     def fits(model: PreTrainedModel, layers: Sequence[int]) -> bool:
-        """Whether these layers are linear, and no function is installed before the attention kernel."""
+        """Whether the last rows can be computed by themselves: linear layers, and nothing in front of the kernel."""
         return (
             families.family_of(model).interface
             and families.text_config(model)._attn_implementation in KERNELS
@@ -75,7 +75,10 @@ class LastRows:
 
     @contextmanager
     def scaling(self, num_rows: int) -> Iterator[None]:
-        """Scale the last ``num_rows`` tokens of prompts that run, without gradients, inside the block."""
+        """Scale the channels for the last ``num_rows`` tokens of prompts that run inside the block, without gradients.
+
+        The attention of these rows is computed once more with scaled queries and keys, and replaces their output.
+        """
 
         def make_hook(layer: int) -> Any:
             def keep_input(
@@ -98,6 +101,7 @@ class LastRows:
             following: AttentionFunction,
             **settings: Any,
         ) -> Any:
+            # All rows unscaled first; then the last ones again, with scaled queries and keys.
             output, weights = following(module, query, key, value, mask, **settings)
             if module.layer_idx in self._inputs:
                 rows = slice(-num_rows, None)
@@ -121,10 +125,16 @@ class LastRows:
     def _scale(self, layer: int, last_query: Tensor, key: Tensor) -> Tensor:
         """Scale a layer's keys in place, and return scaled queries.
 
+        Queries and keys are linear in the layer's input. So what a scaled channel adds to them is (factor - 1) times
+        the channel's value times its column of the weights, which then rotates as they do.
+
         Args:
             layer: The layer.
             last_query: Queries of the last n tokens, [B, H, n, d].
             key: Keys of all T tokens, [B, G, T, d].
+
+        Returns:
+            The scaled queries, [B, H, n, d].
         """
         hidden, table = self._inputs.pop(layer)
         columns = self._read_columns(layer, key.shape[-1], table)
@@ -135,8 +145,9 @@ class LastRows:
         if table is not None:
             cos, sin = _per_coordinate(table, key.shape[-1])
         for channel in self.channels:
-            # (s - 1) h_p, [B, 1, T, 1]
+            # (factor - 1) times the channel's value, [B, 1, T, 1].
             share = (hidden[..., channel] * (self.factor - 1))[:, None, :, None]
+            # The column as it is, and turned by a right angle.
             straight, turned = columns[layer, channel]
             terms = [(share, straight)]
             if table is not None:
@@ -152,7 +163,18 @@ class LastRows:
     def _read_columns(
         self, rotating_layer: int, head_size: int, table: Table | None
     ) -> dict[tuple[int, int], tuple[_Columns, _Columns]]:
-        """The columns of all layers, read at the first call: a few operations, not a few for each layer."""
+        """Return the weights of each layer and channel in queries and keys, as they are and turned by a right angle.
+
+        They are read at the first call, all layers in a few operations.
+
+        Args:
+            rotating_layer: A layer that rotates, whose rotation is used for all.
+            head_size: Width of a head.
+            table: cos and sin of that layer; None without rotation.
+
+        Returns:
+            By layer and channel: the columns as they are, and turned. Both make up any rotation of them.
+        """
         width = 0 if table is None else table[0].shape[-1]
         if width in self._columns:
             return self._columns[width]
@@ -183,7 +205,14 @@ class LastRows:
 
 
 def _per_coordinate(table: Table, head_size: int) -> Table:
-    """(cos, sin), [B or 1, T, r] each, for all d coordinates of a head: [B or 1, 1, T, d]."""
+    """Return cos and sin for all d coordinates of a head, [B or 1, 1, T, d].
+
+    Coordinates that are not rotated get cos = 1 and sin = 0.
+
+    Args:
+        table: cos and sin, [B or 1, T, r] each.
+        head_size: Coordinates of a head, d.
+    """
     cos, sin = table
     num_plain = head_size - cos.shape[-1]
     if num_plain:
@@ -193,7 +222,13 @@ def _per_coordinate(table: Table, head_size: int) -> Table:
 
 
 def _last_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask's rows of the last queries; None where the only one sees all keys."""
+    """Return the attention mask's rows of the last queries; None where the only query sees all keys.
+
+    Args:
+        mask: Mask of all rows, [B, 1, T, T], or None for a causal one.
+        query: The last queries, [B, H, rows, d].
+        key: All keys, [B, G, T, d].
+    """
     num_rows = query.shape[2]
     if mask is not None:
         return mask[:, :, -num_rows:]

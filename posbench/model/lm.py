@@ -85,7 +85,7 @@ class LM(Encoder):
 
     @property
     def device(self) -> torch.device:
-        """Device of the embedding, where inputs go."""
+        """The device of the embedding, where inputs go."""
         embedding = self.model.get_input_embeddings()
         hook = getattr(embedding, "_hf_hook", None)
         if embedding.weight.is_meta and hook:
@@ -131,7 +131,12 @@ class LM(Encoder):
     def _left_padded(
         self, rows: Sequence[Sequence[int]], past: int
     ) -> tuple[Tensor, Tensor]:
-        """Token ids and mask of prompts, [B, T] each; those behind the first ``past`` columns count as read."""
+        """Return token ids and mask of prompts, padded on the left to the longest, [B, T] each.
+
+        Args:
+            rows: Token ids of each prompt.
+            past: Tokens in columns from here on are counted as read by the model; earlier ones are in its cache.
+        """
         width = max(map(len, rows))
         ids = np.full((len(rows), width), self._pad_id())
         mask = np.zeros_like(ids)
@@ -180,7 +185,7 @@ class LM(Encoder):
         batch_size: int = 8,
         prefix: Prefix | None = None,
     ) -> list[str]:
-        """The texts of :meth:`generate_replies`, which has the same arguments."""
+        """Return the texts of :meth:`generate_replies`, which has the same arguments."""
         replies = self.generate_replies(
             rows,
             max_new_tokens=max_new_tokens,
@@ -229,10 +234,12 @@ class LM(Encoder):
         ]
         stop_tokens: dict[str, int] = {}
         for text in stop:
+            # A stop text that is a single token ends a reply as that token.
             last_ids = tokenizer(text, add_special_tokens=False)["input_ids"][-1:]
             if last_ids and tokenizer.decode(last_ids) == text:
                 stop_tokens[text] = last_ids[0]
         stop_texts = [text for text in stop if text not in stop_tokens]
+        # Tokens at which the checkpoint ends a reply.
         end_ids = self.model.generation_config.eos_token_id
         if end_ids is None:
             end_ids = tokenizer.eos_token_id
@@ -240,6 +247,7 @@ class LM(Encoder):
             end_ids = []
         elif not isinstance(end_ids, list):
             end_ids = [end_ids]
+        # Greedy, whatever the checkpoint's own settings are.
         settings = transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
@@ -266,6 +274,7 @@ class LM(Encoder):
                     tokenizer.decode([i for i in ids[:length] if i not in hidden_ids])
                 )
                 reply = cut_at_stop(text, stop_texts)
+                # Why the reply ended: a stop text, the end of sequence, or the limit.
                 finish = FINISH_LENGTH
                 if reply != text or not stop_ids.isdisjoint(ids[: length + 1]):
                     finish = FINISH_STOP
@@ -281,7 +290,17 @@ class LM(Encoder):
         stop: Sequence[str],
         prefix: Prefix | None,
     ) -> Tensor:
-        """Token ids of the continuations of one batch of token rows, padded at the end, [B, T]."""
+        """Generate the replies to one batch of prompts.
+
+        Args:
+            rows: Token ids of each prompt.
+            settings: Generation settings of transformers.
+            stop: Texts at which a reply ends.
+            prefix: Cache that already holds the beginning of each prompt; None without one.
+
+        Returns:
+            Token ids of the replies, padded at the end, [B, T].
+        """
         tokenizer = self.need_tokenizer()
         # generate() takes whole prompts and cuts off the cached part.
         ids, mask = self._left_padded(rows, prefix.tokens if prefix else 0)
@@ -374,10 +393,15 @@ class LM(Encoder):
     def answer_loss(
         self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8
     ) -> Tensor:
-        """Mean cross-entropy (nats per token) of each answer after its prompt, [N].
+        """Return the mean cross-entropy (nats per token) of each answer after its prompt, [N].
 
         The prompt runs first and the answer is fed on its cache, so that a method that treats the last prompt
         token apart (scale_channel) sees the same sequence of calls as in generation.
+
+        Args:
+            prompts: N prompts.
+            answers: The answer to each.
+            batch_size: Prompts per forward.
         """
         pairs = [self.answer_ids(p, a) for p, a in zip(prompts, answers, strict=True)]
         return self.answer_token_loss(pairs, batch_size=batch_size)
@@ -401,6 +425,7 @@ class LM(Encoder):
             ids = inputs["input_ids"]
             mask = inputs["attention_mask"]
             positions = inputs["position_ids"]
+            # The prompts first: their last token predicts the first of the answer.
             start = ids.shape[1] - targets.shape[1] + 1
             output = self.model(
                 input_ids=ids[:, :start],
@@ -452,7 +477,13 @@ class LM(Encoder):
     def _answer_inputs(
         self, prompt_inputs: dict[str, Tensor], targets: Tensor, pad_id: int = 0
     ) -> dict[str, Tensor]:
-        """Inputs of a forward over the answer tokens [B, A] but the last, behind a prompt in the cache."""
+        """Return the inputs of a forward over answers behind prompts in the cache, without each answer's last token.
+
+        Args:
+            prompt_inputs: Inputs with which the prompts were read.
+            targets: Token ids of the answers, padded at the end with negative numbers, [B, A].
+            pad_id: Replaces the padding.
+        """
         ids = targets[:, :-1]
         is_token = ids >= 0
         steps = torch.arange(1, targets.shape[1], device=self.device)
@@ -465,7 +496,11 @@ class LM(Encoder):
         }
 
     def answer_nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict them, [B, A].
+        """Return the mean cross-entropy per answer token (nats) of each answer, [B].
+
+        Args:
+            logits: Logits that predict the answers' tokens, [B, A, V].
+            targets: Token ids of the answers, padded with negative numbers, [B, A].
 
         Raises:
             NotFinite: Some is no number; :func:`posbench.model.guard.guarded` names the layer.
@@ -515,7 +550,7 @@ class LM(Encoder):
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Make families outside the library's attention functions compute, and return, all their weights."""
+        """Make families outside the library's attention functions compute and return all their weights in a block."""
 
         def without_bias(
             _: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -526,6 +561,7 @@ class LM(Encoder):
         is_eager = config._attn_implementation == "eager"
         mask_has_bias = families.family_of(self.model).mask_has_bias
         with ExitStack() as stack:
+            # Their other kernels get ALiBi's bias in the mask; eager attention would add it twice.
             if mask_has_bias and config.alibi and not is_eager:
                 modules = families.attention_modules(self.model)
                 stack.enter_context(pre_hooks(modules, None, lambda _: without_bias))
@@ -535,7 +571,7 @@ class LM(Encoder):
             yield
 
     def _pad_id(self) -> int:
-        """A token to pad with."""
+        """Return the id of a token to pad with."""
         num_embeddings = self.model.get_input_embeddings().weight.shape[0]
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(self.tokenizer, name, None)
@@ -559,7 +595,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 def _hidden_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Special tokens that are no part of a reply's text: all but those that mark thinking."""
+    """Return the ids of special tokens that are no part of a reply's text: all but those that mark thinking."""
     marks = {mark for pair in THINKING_MARKS for mark in pair}
     return {
         token
@@ -625,7 +661,14 @@ def _batches_or_one(
     prefix: Prefix | None,
     boundary: int | None,
 ) -> list[list[int]]:
-    """Indices of the prompts of each batch; prompts that continue a prefix are one batch, in their order."""
+    """Return the indices of the prompts of each batch, prompts of similar length together.
+
+    Args:
+        prompts: Token ids of each prompt.
+        size: Prompts in a batch.
+        prefix: A cache of all prompts' beginnings, in their order: then all are one batch.
+        boundary: Length that must not lie inside a batch; see :func:`posbench.model.families.rope_boundary`.
+    """
     if prefix is not None:
         return [list(range(len(prompts)))]
     lengths = [len(prompt) for prompt in prompts]

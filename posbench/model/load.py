@@ -216,7 +216,11 @@ class ModelConfig:
                 raise UserError("model.extra_body", {name: "..."}, allowed, hint)
 
     def _refuse_server_keys(self) -> None:
-        """Refuse the settings of a server where there is none."""
+        """Refuse settings of a server where ``base_url`` names none.
+
+        Raises:
+            UserError: Names the setting.
+        """
         for key in fields(self):
             value = getattr(self, key.name)
             if key.name in SERVER_KEYS and value != key.default:
@@ -258,7 +262,15 @@ def is_in_process(model: Any) -> bool:
 
 
 def _check_address(address: str, key_env: str) -> None:
-    """Refuse a server's address that is none or holds a secret; ``key_env`` is the place for that."""
+    """Refuse a server's address that is no URL, or holds a password or query.
+
+    Args:
+        address: The address.
+        key_env: Environment variable that the hint names for the key.
+
+    Raises:
+        UserError: The address is refused; a secret is not printed.
+    """
     try:
         url = urlsplit(address)
         _ = url.port  # raises where it is no number
@@ -332,7 +344,7 @@ class CheckpointReader(Encoder):
 
 
 def read_checkpoint(config: ModelConfig) -> CheckpointReader:
-    """Config and tokenizer of a checkpoint, downloaded where they are not on this machine; no weights.
+    """Read config and tokenizer of a checkpoint without its weights; download them where they are not here.
 
     Raises:
         UserError: Unknown architecture; config or tokenizer are missing or cannot be read.
@@ -383,7 +395,12 @@ def _check_sizes(config: ModelConfig, data: Mapping[str, Any]) -> None:
 
 
 def model_config(source: str, **values: Any) -> ModelConfig:
-    """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced."""
+    """Return the config of a model.
+
+    Args:
+        source: A name in ``conf/model``, else a directory or hub id.
+        values: Fields that replace the config's.
+    """
     file = paths.CONF / "model" / f"{source}.yaml"
     if file.is_file():
         data = {"name": source, **read_yaml(file, hint=CORRECT_FILE)}
@@ -393,7 +410,7 @@ def model_config(source: str, **values: Any) -> ModelConfig:
 
 
 def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's node with its blocks gathered under ``blocks``."""
+    """Return a model's config node in which its blocks (constants of a method, task, ...) lie under ``blocks``."""
     keys = {key.name for key in fields(ModelConfig)}
     node: dict[str, Any] = {}
     blocks: dict[str, Any] = {}
@@ -411,7 +428,17 @@ def _load_checkpoint(
     device_map: str | dict[str, Any] | None,
     max_memory: dict[int | str, str] | None,
 ) -> LM:
-    """Return the model of a config, with weights and tokenizer; arguments as of :func:`load`."""
+    """Return the model of a config, with weights and tokenizer.
+
+    Args:
+        config: Says which checkpoint, and how it is loaded.
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
+        device_map: Shards the layers over devices instead, as accelerate's; None: all on ``device``.
+        max_memory: For a ``device_map`` in words: ``{0: "70GiB", "cpu": "100GiB"}``.
+
+    Raises:
+        UserError: The model is on a server, or the checkpoint cannot be loaded.
+    """
     if not config.in_process:
         allowed = "null: posbench.load reads a checkpoint, not a server"
         hint = "leave out base_url, or run posbench model.base_url=URL"
@@ -480,7 +507,12 @@ def _experts_kernel(dtype: Dtype) -> str | None:
 def load_without_weights(
     config: ModelConfig, checkpoint: CheckpointReader, device: str
 ) -> LM:
-    """The model on the meta device, without weights: its parts, to compare settings with; it cannot be run.
+    """Return the model on the meta device, without weights: its modules, to compare settings with; it cannot be run.
+
+    Args:
+        config: The model's config.
+        checkpoint: Its config and tokenizer, from :func:`read_checkpoint`.
+        device: Device that the model is meant for.
 
     Raises:
         UserError: Device, kernel or tokenizer do not fit.
@@ -506,7 +538,11 @@ def load_without_weights(
 def _with_reader(
     config: ModelConfig, checkpoint: CheckpointReader, model: PreTrainedModel
 ) -> LM:
-    """A model and its tokenizer; UserError unless they fit."""
+    """Return the model with its tokenizer, in evaluation mode, and without RoPE if the config says so.
+
+    Raises:
+        UserError: The tokenizer has more tokens than the embedding.
+    """
     tokenizer = checkpoint.need_tokenizer()
     num_rows = model.get_input_embeddings().weight.shape[0]
     num_tokens = tokenizer.vocab_size
@@ -527,7 +563,12 @@ def _with_reader(
 
 @contextmanager
 def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None]:
-    """Turn errors that libraries raise on a checkpoint into one line."""
+    """Turn errors that libraries raise on a checkpoint inside the block into UserErrors of one line.
+
+    Args:
+        config: The model.
+        device: Device or folder that the message names if memory runs out.
+    """
     try:
         yield
     except UserError:
@@ -576,13 +617,14 @@ def _need_complete(config: ModelConfig, loading_info: Mapping[str, Any]) -> None
         )
         hint = "get the checkpoint again, or set model.allow_partial=true to run with random tensors in place"
         raise UserError("model.path", config.path, allowed, hint)
+    # A complete checkpoint must not be called partial.
     if config.allow_partial and not faults:
         allowed = "false: the checkpoint has every tensor, and its numbers must not be called partial"
         raise UserError("model.allow_partial", True, allowed, "leave it out")
 
 
 def usable_kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
-    """The attention kernel to load with; None leaves the choice to transformers.
+    """Return the attention kernel to load with; None leaves the choice to transformers.
 
     Args:
         config: Of the model.
@@ -611,7 +653,11 @@ def usable_kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
 
 
 def torch_device(device: str) -> torch.device:
-    """The device behind ``runtime.device``; UserError if this machine has none."""
+    """Return the device that ``runtime.device`` names; ``auto`` is the GPU if there is one.
+
+    Raises:
+        UserError: This machine has no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -34,7 +34,7 @@ def has_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
 
 
 def time_product(left: Tensor, right: Tensor) -> float:
-    """Return the shortest of a few times of a product, in seconds; the first one warms up."""
+    """Return the shortest of a few times of a matrix product, in seconds; the first one warms up and does not count."""
     times = []
     for _ in range(1 + TIMED_ROUNDS):
         started = time.perf_counter()

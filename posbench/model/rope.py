@@ -53,7 +53,7 @@ class RotaryCall:
     def table(
         self, positions: Tensor | None = None, base: float | None = None
     ) -> Table:
-        """Return the tables at other positions, or with another base theta.
+        """Return cos and sin of this call, at other positions or with another base theta where given.
 
         Args:
             positions: [B, T], or [B * H, T] with positions for each head; None: the call's.
@@ -73,7 +73,12 @@ class RotaryCall:
             return self.module.forward(self.hidden, positions, **self.options)
 
     def _table_of_base(self, positions: Tensor, base: float) -> Table:
-        """The tables with the plain frequencies of one base, ``base ** -(i / n)`` for i = 0, ..., n - 1."""
+        """Return cos and sin with the plain frequencies of one base: ``base ** -(i / n)`` for i = 0, ..., n - 1.
+
+        Args:
+            positions: Position ids, [B, T].
+            base: The base.
+        """
         buffers = self.module._buffers
         count = self.module.inv_freq.numel()
         indices = torch.arange(count, device=self.hidden.device, dtype=torch.float32)
@@ -85,7 +90,11 @@ class RotaryCall:
             buffers["inv_freq"] = own_frequencies
 
     def _table_of_bases(self, positions: Tensor) -> Table:
-        """The tables for rows that take the N ``bases`` in turn; :meth:`table` has the shapes."""
+        """Return cos and sin for rows that take the N ``bases`` in turn; :meth:`table` has the shapes.
+
+        Args:
+            positions: Position ids, [1 or B, T], or per head [B * H, T].
+        """
         rows = self.hidden.shape[0]
         # Positions that all rows share come as a single row.
         if positions.shape[0] == 1:
@@ -112,7 +121,7 @@ class RotaryCall:
 
 
 def fixed_frequencies(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block a rotary embedding keeps the frequencies that it took for the model's own positions.
+    """Keep a rotary embedding's present frequencies inside a block, whatever positions it is given.
 
     Longrope (short or long factors) and dynamic RoPE choose them by the largest position they are given.
     Scaled positions would choose others, in each layer or head anew: the length of the prompt decides, once.
@@ -153,22 +162,24 @@ def _traced_call(
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
-    """The model's rotary embedding; None in models that have none, or have removed it."""
+    """Return the model's rotary embedding; None for models that have none, or from which it was removed."""
     decoder = model.base_model
     if not hasattr(decoder, "rotary_emb"):
         # Gemma 3 with vision keeps its decoder one step further down.
         decoder = getattr(decoder, "language_model", None)
     module = getattr(decoder, "rotary_emb", None)
     is_removed = getattr(module, families.REMOVED_ATTRIBUTE, False)
+    # A Falcon with ALiBi holds a rotary embedding that it does not use.
     if is_removed or getattr(model.config, "alibi", False):
         return None
     return module
 
 
 def rotated_layers(model: PreTrainedModel) -> list[int]:
-    """The layers that rotate queries and keys."""
+    """Return the indices of the layers that rotate queries and keys."""
     if rotary_module(model) is None:
         return []
+    # In some families a flag of each attention module says whether it rotates.
     flag = families.family_of(model).rope_if
     modules = families.attention_modules(model)
     return [
@@ -197,6 +208,7 @@ def check_rope(
     hint = "set method=scale_channel, which needs no rotary embedding"
     if not rotated_layers(lm.model):
         allowed = f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none"
+    # Rescaled angles do not follow from the base alone.
     elif plain and getattr(module, "rope_type", "default") != "default":
         allowed = f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
     elif getattr(module, _BUSY, None) == "by hand":
@@ -212,7 +224,11 @@ def check_rope(
 
 @contextmanager
 def latest_calls(model: PreTrainedModel) -> Iterator[Callable[[int], RotaryCall]]:
-    """Yields the function from a layer to the rotary embedding's latest evaluation that serves it."""
+    """Record the rotary embedding's evaluations inside a block.
+
+    Yields:
+        A function from a layer to the latest evaluation whose tables that layer uses.
+    """
     module = rotary_module(model)
     assert module is not None, "check() comes first"
     layer_types: Any = getattr(families.text_config(model), "layer_types", None)
@@ -243,7 +259,7 @@ def tables(
     layers: Mapping[int, Callable[[RotaryCall], RotaryCall]],
     make: Callable[[RotaryCall], Table] = RotaryCall.table,
 ) -> Iterator[None]:
-    """Rotate in some layers with other tables. An inner block changes the call as changed by the outer ones.
+    """Rotate in some layers with other cos and sin inside a block. Inner blocks change what outer ones have changed.
 
     Args:
         model: The model.
@@ -262,6 +278,7 @@ def tables(
             change = layers[layer]
             changed_calls = {id(change): change(call)}
             # Inside another block of this kind every layer starts from a call of its own.
+            # Tables of all layers are made together, but for long prompts, whose tables take memory.
             is_shared = make is RotaryCall.table and call is call_of(layer)
             if is_shared and call.positions.numel() <= MAX_SHARED_POSITIONS:
                 all_calls = {key: change(call) for key, change in changes.items()}
@@ -298,7 +315,7 @@ def tables(
 
 
 def _moves_only(call: RotaryCall, changed: RotaryCall) -> bool:
-    """Whether a changed call has other positions, and all else of the plain call that it came from."""
+    """Whether a changed call differs from the plain one in its positions alone."""
     return (
         not changed.bases
         and changed.module is call.module
@@ -308,7 +325,7 @@ def _moves_only(call: RotaryCall, changed: RotaryCall) -> bool:
 
 
 def _tables_at_once(calls: Sequence[RotaryCall]) -> list[Table]:
-    """The tables of calls that differ in their positions alone, from one evaluation of the embedding.
+    """Return cos and sin of calls that differ in their positions alone, from one evaluation of the embedding.
 
     One for each layer would add a quarter to the operations of a generated token, which on a GPU set its time.
     """
@@ -321,7 +338,10 @@ def _tables_at_once(calls: Sequence[RotaryCall]) -> list[Table]:
 def divide_positions(
     scales: Mapping[int, float],
 ) -> dict[int, Callable[[RotaryCall], RotaryCall]]:
-    """By layer, the function that divides positions by its scale; layers of one scale share their tables."""
+    """Return by layer a function that divides the positions of a rotary call by the layer's scale.
+
+    Layers of one scale get the same function, by which callers see that they can share cos and sin.
+    """
 
     def divide_by(scale: float) -> Callable[[RotaryCall], RotaryCall]:
         def divide(call: RotaryCall) -> RotaryCall:
@@ -372,7 +392,7 @@ class HandRotation:
     model: PreTrainedModel
 
     def rotate(self, x: Tensor, table: Table) -> Tensor:
-        """Rotate queries or keys [B, H, T, d] with tables [B, T, r], or per head [B, H, T, r]."""
+        """Return queries or keys [B, H, T, d] rotated by cos and sin of shape [B, T, r], or per head [B, H, T, r]."""
         cos, sin = (t.to(x.device) for t in table)
         if cos.ndim == 3:
             return families.rotate(self.model, self.layer, x, (cos, sin))
@@ -383,7 +403,7 @@ class HandRotation:
         return rotated.reshape(x.shape)
 
     def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
-        """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
+        """Yield queries or keys [B, H, T, d] rotated by one table [B, T, r] after another: ``x cos + x' sin``.
 
         A rotation is linear in cos and sin: x', which is x turned by a right angle, serves all tables.
         """
@@ -396,6 +416,7 @@ class HandRotation:
                 turned = self.rotate(x, right_angle)[..., :width]
             rotated = (x[..., :width] * cos[:, None]).addcmul_(turned, sin[:, None])
             if width < x.shape[-1]:
+                # Only the first r coordinates of a head are rotated.
                 rotated = torch.cat([rotated, x[..., width:]], dim=-1)
             # Tables may be of a wider type than the keys.
             yield rotated.to(x.dtype)
@@ -405,7 +426,14 @@ class HandRotation:
 def rotating_by_hand(
     model: PreTrainedModel, layers: Mapping[int, ByHand]
 ) -> Iterator[None]:
-    """Keep keys un-rotated in the cache of some layers; functions rotate queries and keys at every step."""
+    """Let functions rotate the queries and keys of some layers inside a block, anew at every step.
+
+    The cache then holds keys that are not rotated.
+
+    Args:
+        model: The model.
+        layers: By layer, the function that rotates and attends.
+    """
     unrotated = dict.fromkeys(layers, lambda call: call)
     with ExitStack() as stack:
         call_of = stack.enter_context(latest_calls(model))
@@ -448,7 +476,10 @@ class _HandAttention:
     steps: dict[int, _Step]
 
     def make_hook(self, layer: int) -> Callable[..., None]:
-        """The hook before a layer's attention module, which prepares its :class:`_Step`."""
+        """Return the hook before a layer's attention module.
+
+        It prepares the layer's :class:`_Step`: positions of cached and new keys, and what earlier steps remembered.
+        """
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # GPT-NeoX has another name for it.
@@ -484,7 +515,26 @@ class _HandAttention:
         following: AttentionFunction,
         **settings: Any,
     ) -> Any:
-        """The attention function, see :data:`posbench.model.hooks.AttentionFunction`."""
+        """Let the layer's function rotate queries and keys and attend, in place of a model's attention kernel.
+
+        It is an attention function as of :data:`posbench.model.hooks.AttentionFunction`. The hook before the attention
+        module has left the positions, the cache and the rotary embedding's call in ``steps``.
+
+        Args:
+            module: The attention module of a layer.
+            query: Queries of the new tokens that are not rotated yet, [B, H, T, d].
+            key: Keys of all tokens that are not rotated yet, [B, G, S, d].
+            value: Values of all tokens, [B, G, S, d].
+            mask: The kernel's mask; None: causal.
+            following: The model's own kernel.
+            **settings: Its other arguments.
+
+        Returns:
+            The output, [B, T, H, d], and the attention weights, None where the kernel gives none.
+
+        Raises:
+            ValueError: The cache holds keys that were computed outside the block, whose positions are not known.
+        """
         layer = module.layer_idx
         if layer not in self.layers:
             return following(module, query, key, value, mask, **settings)
@@ -508,6 +558,7 @@ class _HandAttention:
                 )
             return output
 
+        # Positions of all keys; the newest are those of the queries.
         positions = step.positions.to(query.device)
         output = self.layers[layer](
             HandRotation(
@@ -524,6 +575,7 @@ class _HandAttention:
                 model=self.model,
             )
         )
+        # For the next step: positions of the cached keys, and what the function remembers.
         if step.cache is not None:
             keys = step.cache.layers[layer].keys
             _set_for_layer(step.cache, _POSITIONS, layer, step.positions)

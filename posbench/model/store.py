@@ -67,6 +67,10 @@ def build_prefix_trie(prompts: Prompts) -> PrefixTrie:
 
     Args:
         prompts: Token ids of each prompt, without the tokens that a method runs itself.
+
+    Returns:
+        Slots of each prompt's tokens, shape (length,) each, the segments in an order in which they can be computed,
+        and the number of slots.
     """
     token_slots = [NO_TOKENS] * len(prompts)
     segments: list[Segment] = []
@@ -98,7 +102,13 @@ def _common_prefix_length(a: IntArray, b: IntArray) -> int:
 
 
 def _branch_point(previous_ids: IntArray, ids: IntArray, path: list[Segment]) -> int:
-    """Number of tokens that a prompt takes over from the previous one, whose segments are ``path``."""
+    """Return how many tokens of the prompt before a prompt can take over instead of computing them.
+
+    Args:
+        previous_ids: Token ids of the prompt before.
+        ids: Token ids of the prompt.
+        path: Segments that make up the prompt before.
+    """
     start = _common_prefix_length(previous_ids, ids)
     if start == len(ids) == len(previous_ids):
         return start
@@ -142,7 +152,7 @@ def group_by_prefix(prompts: Prompts, capacity_tokens: int) -> list[list[int]]:
 
 
 def reason_not_shareable(model: PreTrainedModel) -> str:
-    """Why prompts cannot share a prefill in a model; empty where they can."""
+    """Return the reason, in words, why prompts cannot share a prefill in a model; empty where they can."""
     config = families.text_config(model)
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     # Some models have parameters for each kind of layer.
@@ -170,7 +180,10 @@ def token_bytes(lm: LM) -> int:
 @guarded
 @inference_mode
 def _measure_token_bytes(lm: LM) -> int:
-    """The bytes that two tokens leave, divided by two."""
+    """Return the bytes that a token takes in a prefix store, measured on two tokens.
+
+    They hold keys and values of all layers, recorded attention inputs, and tables of the rotary embedding.
+    """
     prefix = Prefix(transformers.DynamicCache())
     ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
     with recording_inputs(lm.model, prefix, [0], range(lm.layers)):
@@ -216,7 +229,7 @@ class PrefixStore:
         self.layout = build_prefix_trie(self.prompts)
 
     def fill(self, lm: LM, size: int, tokens: int | None) -> None:
-        """Compute every segment, with the model as the methods that continue want the prompts read.
+        """Compute every segment under the present state of the model, and store its keys, values and recordings.
 
         Args:
             lm: The model.
@@ -261,6 +274,7 @@ class PrefixStore:
         if not width:
             return prefix
 
+        # Layers that rotate alike share cos and sin.
         tables = {
             layer: (self._read("cos", layer, slots), self._read("sin", layer, slots))
             for kind, layer in self._states
@@ -296,6 +310,8 @@ def segment_batches(
     batch_tokens: int | None,
 ) -> Iterator[list[Segment]]:
     """Divide segments into batches that are computed together: of one level and of similar length.
+
+    A segment's level is the number of segments before it in its prompt; those have to be computed first.
 
     Args:
         prompts: Token ids of each prompt.
@@ -339,7 +355,12 @@ def segment_batches(
 
 
 def computed_spans(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int, int]]:
-    """The span (first token, end) of its prompt that each segment of a batch feeds to the model."""
+    """Return the tokens (first, end) of its prompt that each segment of a batch feeds to the model.
+
+    Args:
+        prompts: Token ids of each prompt.
+        batch: The segments.
+    """
     width = max(len(prompts[segment.prompt]) - segment.start for segment in batch)
     # All rows feed the same number of tokens, some from before their segment: then no row has a gap, which sliding
     # windows and ALiBi would count.
@@ -353,7 +374,13 @@ def computed_spans(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int
 @guarded
 @inference_mode
 def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
-    """Run segments of one level and store their keys, values and recorded states."""
+    """Run segments whose prefixes are all stored, in one batch, and store their keys, values and recorded states.
+
+    Args:
+        lm: The model.
+        store: Where prefixes are taken from and results go.
+        batch: The segments.
+    """
     prompts = [store.prompts[segment.prompt] for segment in batch]
     token_slots = [store.layout.token_slots[segment.prompt] for segment in batch]
     starts = [start for start, _ in computed_spans(store.prompts, batch)]
@@ -363,6 +390,7 @@ def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
     ]
     width = max(lengths)
 
+    # What the segments feed, behind the stored tokens before them.
     inputs = lm.pad([p[start:] for p, start in zip(prompts, starts, strict=True)])
     past_slots = [
         slots[:start] for slots, start in zip(token_slots, starts, strict=True)
@@ -370,6 +398,7 @@ def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
     cache = store._gather(lm, past_slots, width).cache
     past_width = int(cache.get_seq_length())
     past_lengths = torch.tensor(starts, device=lm.device)[:, None]
+    # Prompts of the batch have different numbers of stored tokens: mask the padding.
     if past_width:
         past_columns = torch.arange(past_width, device=lm.device)
         past_mask = (past_columns >= past_width - past_lengths).long()
@@ -397,6 +426,7 @@ def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
             ]
         )
     )
+    # Keys and values of all layers; attention inputs and rotations of the recorded ones.
     for layer in range(lm.layers):
         states = cache.layers[layer]
         keys = _pick_tokens(states.keys.transpose(1, 2), rows, past_width + columns)

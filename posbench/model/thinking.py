@@ -122,8 +122,10 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
         text: The text of a reply.
         opened: Whether the chat template wrote the mark that begins thinking, which the reply then lacks.
     """
+    # gpt-oss.
     if "<|channel|>" in text:
         return _split_channels(text)
+    # The same, where a server has removed the special tokens and left their names.
     bare = BARE_CHANNELS.match(text)
     if bare:
         return SplitReply(bare[2].lstrip(), bare[1].strip(), form="inline")
@@ -143,7 +145,12 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
 
 
 def _split_known_marks(text: str, opened: bool) -> SplitReply:
-    """The parts of a reply by :data:`THINKING_MARKS`."""
+    """Split a reply into answer and thinking at pairs of marks such as ``<think>`` and ``</think>``.
+
+    Args:
+        text: The reply.
+        opened: The chat template wrote the first mark, so that the reply begins inside the thinking.
+    """
     form: Form = "opened" if opened else ""
     ends = [
         (text.rfind(end) + len(end), end) for _, end in THINKING_MARKS if end in text
@@ -151,6 +158,7 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
     thinking = ""
     answer = text
     if ends:
+        # All up to the last closing mark is thinking, but for text before the first opening one.
         index, end = max(ends)
         before = text[: index - len(end)]
         starts = [before.find(begin) for begin, _ in THINKING_MARKS if begin in before]
@@ -164,6 +172,7 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
     begins = [
         (answer.find(begin), begin) for begin, _ in THINKING_MARKS if begin in answer
     ]
+    # A mark is opened and not closed: the reply was cut while thinking.
     if begins:
         index, begin = min(begins)
         rest = _without_marks(answer[index + len(begin) :])
@@ -175,7 +184,7 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
 
 
 def _split_channels(text: str) -> SplitReply:
-    """The parts of a reply of gpt-oss with its special tokens."""
+    """Split a reply of gpt-oss by its special tokens: the channel ``final`` is the answer, all others are thinking."""
     thinking: list[str] = []
     answers: list[str] = []
     for match in CHANNEL.finditer(text):
@@ -217,7 +226,13 @@ def _first_section(text: str) -> _Section | None:
 
 
 def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Section:
-    """The section from a first mark to the last of those that may end it."""
+    """Return the section of a text from its first mark to the last mark that may end it; to the end without one.
+
+    Args:
+        text: The text.
+        begin: The first mark.
+        ends: Marks that may end the section, in their order.
+    """
     if not ends:
         return _Section(text[begin.end() :], "", begin[0].strip())
     end = ends[-1]
@@ -231,6 +246,7 @@ def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Sec
 
 
 def _special_section(text: str) -> _Section | None:
+    """Return the section that begins with a special token such as ``<|channel|>``; None if the text does not."""
     begin = SPECIAL.match(text)
     if not begin or _core(begin[0]) in TEXT_NAMES:
         return None
@@ -239,6 +255,7 @@ def _special_section(text: str) -> _Section | None:
         for match in SPECIAL.finditer(text, begin.end())
         if match[0] != begin[0] and _core(match[0]) not in TEXT_NAMES
     ]
+    # A mark of the same name ends it; else any other special token does.
     same = [match for match in others if _core(match[0]) == _core(begin[0])]
     return _section(text, begin, same or others)
 
@@ -251,6 +268,7 @@ def _core(token: str) -> str:
 
 
 def _tag_section(text: str) -> _Section | None:
+    """Return the section that begins with a tag such as ``<reasoning>``; None if the text does not."""
     begin = TAG.match(text)
     if not begin or begin[1].lower() in TEXT_NAMES or begin[0].endswith("/>"):
         return None
@@ -259,12 +277,14 @@ def _tag_section(text: str) -> _Section | None:
 
 
 def _bracket_section(text: str) -> _Section | None:
+    """Return the section that begins with a name in brackets such as ``[THINK]``; None if the text does not."""
     begin = BRACKET.match(text)
     if not begin or begin[2].lower() in TEXT_NAMES:
         return None
     opening, name, closing = map(re.escape, begin.groups())
     ends = list(re.finditer(rf"{opening}\s*/\s*{name}\s*{closing}", text, re.I))
     is_named = re.fullmatch(THINKING_WORD, begin[2], re.I)
+    # Without an end, only a name that means thinking counts as a mark.
     return _section(text, begin, ends) if ends or is_named else None
 
 
@@ -277,6 +297,7 @@ def _comment_section(text: str) -> _Section | None:
 
 
 def _label_section(text: str) -> _Section | None:
+    """Return the section from a label such as ``Thinking:`` to a label of the answer; None if the text has no such."""
     begin = THINKING_LABEL.match(text)
     if not begin:
         return None
@@ -288,11 +309,13 @@ def _label_section(text: str) -> _Section | None:
 
 
 def _json_section(text: str) -> _Section | None:
+    """Return the whole text as a section if it is a JSON object whose first field names thinking; else None."""
     begin = JSON_FIELD.match(text)
     return _Section(text, "", begin[0].strip()) if begin else None
 
 
 def _fence_section(text: str) -> _Section | None:
+    """Return the section inside a fenced block at the beginning of a text; None if it begins with none."""
     begin = FENCE.match(text)
     if not begin:
         return None

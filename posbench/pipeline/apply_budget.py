@@ -58,7 +58,9 @@ def apply_budget(
     with doing("hashing the files that the run reads"):
         contents = run_contents(config)
     location = RunLocation.of(config, identity(config, contents), contents)
+    # The choice depends on which sizes the user typed: those it leaves alone.
     typed = [key for key in sorted(config.typed) if key.startswith(PLANNED_KEYS)]
+    # Prices matter only for a budget of money.
     price = config.model.price if config.budget.usd else None
     key = short_hash([location.run_id, config.stages, config.budget.text, typed, price])
     file = location.outputs / location.suite / BUDGETS / f"{key}.json"

@@ -103,7 +103,7 @@ class Flags(NamedTuple):
 
 
 def read_flags(args: Sequence[str]) -> Flags:
-    """Separate overrides from flags.
+    """Separate the overrides of a command line (``key=value``) from its flags (``-m``, ``--config-dir``).
 
     Raises:
         UserError: A flag is unknown, or has no value.
@@ -139,6 +139,9 @@ def parse_request(
         folders: config folders, posbench's first.
         multirun: Whether the user asks for a sweep.
 
+    Returns:
+        The request for Hydra, with what turns its names back into the typed ones.
+
     Raises:
         UserError: An override names nothing that there is.
     """
@@ -158,7 +161,7 @@ def parse_request(
     model = _implied_model(parsed)
     if model:
         parsed += _parse([f"model={model}"])
-    searched = list(folders[1:])
+    searched_folders = list(folders[1:])
     reference_override = list[str]()
     config = "config"
     experiment = dict[str, Any]()
@@ -169,13 +172,16 @@ def parse_request(
         hydra_mode = any(o.key_or_group == "hydra.mode" for o in parsed)
         if not multirun and not hydra_mode:
             _refuse_sweeper_params(experiment)
-        searched = [file.parent, *searched]
+        # The experiment's file is the main config, so Hydra searches its folder first.
+        searched_folders = [file.parent, *searched_folders]
         reference = (experiment.get("experiment") or {}).get("reference") or {}
+        # The experiment's YAML names the table relative to itself.
         table = file.parent / str(reference.get("file"))
         if table.is_file():
             reference_override = [f"experiment.reference.file={table}"]
     typed_keys = {override.key_or_group for override in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
+    # The experiment's grid is a sweep over the keys that the user did not type.
     sweep = [
         f"{key}={','.join(override_text(value) for value in values)}"
         for key, values in grid.items()
@@ -183,14 +189,14 @@ def parse_request(
     ]
     parsed += _parse(sweep)
     rewritten = []
-    spelled = {}
+    typed_spelling = {}
     spelled_methods = dict[str, str]()
     for override in parsed:
         extra_names = {"model": list(path_models), "method": list(run_methods)}
         _check(override, folders, multirun or bool(sweep), extra_names)
         text = _rewrite(override, run_methods, spelled_methods)
         rewritten.append(text)
-        spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
+        typed_spelling[text.split("=")[0]] = str(override.input_line).split("=")[0]
     if multirun or sweep:
         rewritten = _merge_mappings(rewritten)
     set_by_experiment = frozenset(
@@ -198,13 +204,13 @@ def parse_request(
     )
     return Request(
         config=config,
-        searched=tuple(searched),
+        searched=tuple(searched_folders),
         overrides=(*reference_override, *rewritten),
         multirun=multirun or bool(sweep),
         experiment=experiment_names[-1] if experiment_names else "",
         grid=frozenset(grid) - typed_keys,
         set_by_experiment=set_by_experiment,
-        spelled=spelled,
+        spelled=typed_spelling,
         spelled_values={
             "model": path_models,
             "method": spelled_methods
@@ -217,9 +223,10 @@ def parse_request(
 
 
 def _implied_model(overrides: Sequence[Override]) -> str:
-    """The choice of model where none is typed but a server or a checkpoint is; empty elsewhere.
+    """Return the choice of group ``model`` that typed keys imply: ``endpoint`` for a server, ``hub`` for a checkpoint.
 
-    The default model's name and constants are not theirs.
+    It is empty where the user chose a model, or typed neither ``model.base_url`` nor ``model.path``. Without this
+    choice the default model's name and constants would be used for another model.
     """
     set_keys = {o.key_or_group: o for o in overrides if not o.is_delete()}
     if "model" in set_keys:
@@ -260,6 +267,7 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
         if safe_part := folder_name(part):
             parts.append(safe_part)
     parts = parts or ["model"]
+    # From the last part alone to the whole path.
     names = [
         "-".join(parts[-count:])[-MAX_NAME_LENGTH:].strip("-._")
         for count in range(1, len(parts) + 1)
@@ -271,16 +279,21 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
 def _name_path_models(
     overrides: Sequence[str], folders: Sequence[Path]
 ) -> tuple[list[str], dict[str, str]]:
-    """Overrides in which folders and hub ids of ``model=`` are choices of that group, and these by their names."""
+    """Register each folder or hub id that is typed as ``model=PATH`` as a choice of group ``model``.
+
+    Returns:
+        The overrides with the names of these choices in place of the paths, and the path of each name.
+    """
     known_names = choices(*paths.group_folders("model", folders))
     names = dict[str, str]()
-    named = list[str]()
+    rewritten = list[str]()
     for override in overrides:
         key, _, value = override.partition("=")
         is_folder = key == "model" and sources.exists(Path(value).expanduser())
+        # Lists, dictionaries and sweeps of Hydra; a folder may have such signs in its name.
         has_syntax = bool(re.search(r"[\[\](){}'\"]", value)) and not is_folder
         if key != "model" or has_syntax:
-            named.append(override)
+            rewritten.append(override)
             continue
         values = [value] if is_folder else [part.strip() for part in value.split(",")]
         for path in values:
@@ -288,14 +301,19 @@ def _name_path_models(
                 names[path] = model_name(path, [*known_names, *names.values()])
                 node = {"path": path, "source": USER_SOURCE}
                 ConfigStore.instance().store(group="model", name=names[path], node=node)
-        named.append("model=" + ",".join(names.get(path, path) for path in values))
-    return named, {name: path for path, name in names.items()}
+        rewritten.append("model=" + ",".join(names.get(path, path) for path in values))
+    return rewritten, {name: path for path, name in names.items()}
 
 
 def _name_run_methods(
     overrides: Sequence[str],
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Overrides in which ``from:RUN`` is a choice of ``method``, and the config nodes of these choices by name."""
+    """Register each ``method=from:RUN`` as a choice of group ``method`` with the constants of that run.
+
+    Returns:
+        The overrides with the names of these choices in place of ``from:RUN``, and the config node of each name.
+    """
+    # RUN may be a hash, which is looked up in the folder of outputs of this command.
     outputs = Path(Runtime.outputs)
     for override in overrides:
         key, _, value = override.partition("=")
@@ -310,12 +328,12 @@ def _name_run_methods(
         ConfigStore.instance().store(group="method", name=name, node=nodes[name])
         return name
 
-    named = []
+    rewritten = []
     for override in overrides:
         if override.startswith("method="):
             override = RUN_OF_METHOD_PATTERN.sub(name_run, override)
-        named.append(override)
-    return named, nodes
+        rewritten.append(override)
+    return rewritten, nodes
 
 
 def _is_path(value: str) -> bool:
@@ -329,6 +347,11 @@ def _is_path(value: str) -> bool:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides with Hydra's grammar; values that it would not accept bare are put in quotes first.
+
+    Raises:
+        UserError: An override is not of the form key=value, or its value has unbalanced brackets or quotes.
+    """
     quoted = []
     for override in overrides:
         match = BARE_OVERRIDE.fullmatch(override)
@@ -393,6 +416,7 @@ def _check(
         raise UserError(key, value, allowed, "sweep with -m (--multirun)")
     group = GROUP_OF_KEY.get(key, key)
     chooses = group in (*paths.GROUPS, CLUSTER) and not override.is_delete()
+    # Inside a group, a key that is set to null chooses nothing.
     if not chooses or (group != key and override.value() is None):
         return
     known_names = choices(*paths.group_folders(group, folders))
@@ -441,7 +465,11 @@ def _check_choice(
 
 
 def _chosen_values(override: Override, known_names: Sequence[str]) -> list[str]:
-    """The values that an override chooses; of a pattern the known names that match, else itself."""
+    """Return the names that an override of a config group chooses, several where it is a sweep.
+
+    A pattern (``glob(*)``) chooses the known names that match it; one that matches none is returned as typed, so that
+    the caller refuses it by name.
+    """
     value = override.value()
     if isinstance(value, Glob):
         pattern = str(override.input_line).partition("=")[2]
@@ -458,7 +486,7 @@ def _rewrite(
     run_methods: Mapping[str, Mapping[str, Any]],
     spelled_methods: dict[str, str],
 ) -> str:
-    """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new.
+    """Return an override as Hydra reads it: a list of methods as a stored config's name, a key as one that may be new.
 
     Args:
         override: The override.
@@ -468,6 +496,7 @@ def _rewrite(
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key in GROUP_OF_KEY and override.value() is not None:
+        # Such a key holds a choice of another group, as search.side_task that of task.
         return f"+{GROUP_OF_KEY[key]}@{key}={value}"
     if key == "method":
 
@@ -478,6 +507,7 @@ def _rewrite(
 
         return f"method={re.sub(METHOD_LIST, store, value)}"
     bare_key = key.lstrip("+~")
+    # ``++`` sets a key whether the choice has it or not; posbench checks the keys itself.
     is_inside_group = "." in bare_key and bare_key.split(".")[0] in paths.GROUPS
     if is_inside_group and not key.startswith("~"):
         return f"++{bare_key}={value}"

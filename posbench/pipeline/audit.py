@@ -104,19 +104,23 @@ class Audit:
 
     @property
     def _whole(self) -> str:
-        """The result for rows and tables."""
+        """Return the sentence on rows and tables: their faults, or that all of them follow from config and replies.
+
+        It is empty where they were not checked (``faults`` is None).
+        """
         if self.faults is None:
             return ""
         if self.faults:
-            listed = "; ".join(self.faults[:LISTED_FAULTS])
-            left = len(self.faults) - LISTED_FAULTS
-            more = f"; and {left} more" if left > 0 else ""
+            listed_faults = "; ".join(self.faults[:LISTED_FAULTS])
+            num_unlisted = len(self.faults) - LISTED_FAULTS
+            more = f"; and {num_unlisted} more" if num_unlisted > 0 else ""
             noun = "fault" if len(self.faults) == 1 else "faults"
-            return f"All rows and tables were checked: {len(self.faults)} {noun}: {listed}{more}."
+            return f"All rows and tables were checked: {len(self.faults)} {noun}: {listed_faults}{more}."
         text = (
             f"The {self.total} rows are those that the run planned; their fields, scores and digests, and the tables, "
             "were made again from config and replies: all are the same."
         )
+        # The fields of every row were checked, but only a sample of replies was generated again.
         unproven = self.total - self.rows
         if unproven:
             text += f" Not proven: the other {unproven} replies themselves."
@@ -124,7 +128,10 @@ class Audit:
 
     @property
     def _replies(self) -> str:
-        """The result for replies."""
+        """Return the sentence on replies that were generated again: how many are the same, tie or differ.
+
+        A tie differs from the recorded reply only where two tokens are so close that rounding decides.
+        """
         if not self.dtype:
             return "No reply was made again: a server gave them."
         made = f"{self.rows} of {self.total} rows were made again, each prompt alone in {self.dtype}"
@@ -135,6 +142,7 @@ class Audit:
             parts.append(f"{self.ties} part where rounding decides between two tokens")
         if self.differences:
             first = self.differences[0]
+            # The gap between the two tokens' log-likelihoods; infinite where the replies differ otherwise.
             distance = "" if math.isinf(first.nats) else f", by {first.nats:.3g} nats"
             parts.append(
                 f"{len(self.differences)} differ, first {first.method} {first.id} "
@@ -144,7 +152,7 @@ class Audit:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The result for the provenance."""
+        """The result as an entry of ``provenance.json``: the sentences, counts of rows, and what differs."""
         return {
             "words": self.words,
             "rows": self.rows,
@@ -156,7 +164,9 @@ class Audit:
 
 
 def audit_shards(run: Run) -> None:
-    """Audit the rows that other processes made for a run in this process; nothing where none were evaluated.
+    """Check the rows of a run that other processes made, by answering a sample of them in this process.
+
+    The result is printed and recorded. Nothing happens for a served model, or where no prompts were evaluated.
 
     Raises:
         UserError: Rows differ.
@@ -186,7 +196,7 @@ def audit_rows(
         seed: Of the random choice.
 
     Returns:
-        Number of rows that agree.
+        Numbers of rows made again, of all rows and of ties, and the rows that differ.
     """
     methods = run.method.methods()
     examples = {example.id: example for example in run.evaluation}
@@ -202,6 +212,7 @@ def audit_rows(
     # Method by method, as each is applied anew.
     chosen.sort(key=lambda row: str(row["method"]))
     plain_run = _without_sharing(run)
+    # Rounding may decide between tokens that are closer than this.
     bound = TIE_NATS.get(made_in, TIE_NATS["float32"])
     ties = 0
     differences = []
@@ -214,6 +225,7 @@ def audit_rows(
             (request,) = plan.order
             (plain_row,) = plan.answer([request])
             field = _first_difference(row, as_json(plain_row))
+            # Fields that the row should not have.
             extra = sorted(
                 row.keys() - plain_row.keys() - {*request.key, REQUEST, COMPUTATION}
             )
@@ -319,19 +331,20 @@ def _asked_example(run: Run, method: Method, example: Example, row: Row) -> Exam
 
 
 def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> list[str]:
-    """Rows that a run lacks, has twice, or did not plan.
+    """Return a sentence for each row (method and example) that a run lacks, has twice, or did not plan.
 
     A run that stopped at a budget asked fewer questions, each under all methods and at all gold positions.
     """
-    counts = Counter((row.get("method"), row.get("id")) for row in rows)
+    rows_by_key = Counter((row.get("method"), row.get("id")) for row in rows)
     questions = split_into_rounds(run.evaluation, 1)
     stopped = run.out.stage(EVALUATE_STAGE).get("stopped")
     faults = []
+    # ``stopped`` holds the numbers of questions asked and planned.
     if stopped:
         questions = [
             examples
             for examples in questions
-            if any(counts[method, e.id] for method in methods for e in examples)
+            if any(rows_by_key[method, e.id] for method in methods for e in examples)
         ]
         asked = num_questions(example for group in questions for example in group)
         if asked != stopped[0]:
@@ -342,28 +355,35 @@ def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> li
         for example in examples
         for method in methods
     }
-    for method, name in sorted(planned - counts.keys()):
+    for method, name in sorted(planned - rows_by_key.keys()):
         faults.append(f"row {method} {name} is missing")
-    for key, count in counts.items():
-        words = f"row {key[0]} {key[1]}"
+    for key, count in rows_by_key.items():
+        row_name = f"row {key[0]} {key[1]}"
         if key not in planned:
-            faults.append(f"{words} is none that the run planned")
+            faults.append(f"{row_name} is none that the run planned")
         elif count > 1:
-            faults.append(f"{words} stands {count} times")
+            faults.append(f"{row_name} stands {count} times")
     return faults
 
 
 def _faults_of_files(
     run: Run, encoded: Mapping[str, Encoded], rows: Sequence[Row]
 ) -> list[str]:
-    """Files of the stage evaluate that do not follow from its rows."""
+    """Return a sentence for each file of the stage evaluate that is not what its rows give.
+
+    Args:
+        run: The run.
+        encoded: Its prompts as tokens, by the example's id.
+        rows: Rows of ``predictions.jsonl``.
+    """
     answered = [row for row in rows if "error" not in row and "output" in row]
-    expected = evaluate.files_of_rows(run, encoded, answered)
+    remade_files = evaluate.files_of_rows(run, encoded, answered)
     faults = []
-    for name in {*expected, *evaluate.SCORE_TABLES}:
+    for name in {*remade_files, *evaluate.SCORE_TABLES}:
         file = run.out.path / name
         text = file.read_text() if file.is_file() else None
-        remade = expected.get(name)
+        remade = remade_files.get(name)
+        # Both are None where a table is neither there nor follows from the rows.
         if text == remade:
             continue
         if text is None:
@@ -380,16 +400,19 @@ def _faults_of_files(
 
 
 def _differing_cell(text: str, expected: str) -> str:
-    """The first cell of a table that differs from the expected one by more than rounding; empty where none does."""
-    table, right = (
+    """Describe the first cell in which two tables (texts of CSV files) differ by more than rounding.
+
+    It is empty where they agree.
+    """
+    table, expected_table = (
         pd.read_csv(io.StringIO(each), dtype=str, keep_default_na=False)
         for each in (text, expected)
     )
-    if list(table) != list(right) or len(table) != len(right):
+    if list(table) != list(expected_table) or len(table) != len(expected_table):
         return "it has other rows or columns"
     for number in range(len(table)):
         for column in table:
-            value, wanted = table[column][number], right[column][number]
+            value, wanted = table[column][number], expected_table[column][number]
             if value != wanted and not _are_close(value, wanted):
                 return f"{column} of row {number + 1} is {value}, not {wanted}"
     return ""
@@ -422,7 +445,9 @@ def _first_difference(recorded: Row, plain: Row) -> str:
 
 
 def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> float:
-    """Distance of two replies to a prompt in nats; infinite where rounding cannot explain it.
+    """Return how far two replies to a prompt are apart in nats; infinite where rounding cannot explain it.
+
+    That is the difference of log-likelihoods of choices, or of the first tokens in which generated replies differ.
 
     Args:
         subject: The run that asks, and the method under which both replies were given.
@@ -449,6 +474,7 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
         for row in (recorded, plain)
     ]
     num_same = _num_tokens_in_common(*replies)
+    # One reply is the beginning of the other, which no tie of two tokens explains.
     if num_same == min(map(len, replies)):
         return math.inf
     with subject.method.applied(lm):
@@ -458,7 +484,7 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
 
 
 def _num_tokens_in_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens in the common prefix of two replies."""
+    """Return the number of tokens in the common prefix of two replies."""
     count = 0
     for token, other in zip(first, second, strict=False):
         if token != other:
@@ -473,7 +499,11 @@ def record_audit(out: RunDir, audit: Audit) -> None:
 
 
 def need_agreement(out: RunDir, audit: Audit) -> None:
-    """Refuse a run that is incomplete, or has rows that differ from the reply to the prompt alone.
+    """Refuse a run whose audit found faults, or replies that differ from those to each prompt alone.
+
+    Args:
+        out: The run's folder.
+        audit: The result of its audit.
 
     Raises:
         UserError: Rows differ, or there are faults.

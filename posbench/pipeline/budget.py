@@ -128,20 +128,21 @@ class BudgetPlan:
     is_kept: bool = True
 
     def lines(self) -> list[str]:
-        """Return the printed lines of the plan."""
-        width = 100 * half_width(max(self.questions, 1))
+        """Return the lines that tell the user the chosen sizes and what they are expected to cost."""
+        points = 100 * half_width(max(self.questions, 1))
         prompts = f"{self.prompts} prompts in all"
         places = f" at each of {self.positions} positions" if self.positions else ""
         questions = (
             "1 question" if self.questions == 1 else f"{self.questions} questions"
         )
-        asked = f"{questions}{places}, {prompts}"
-        most = self.settings.get("task.limit", 0)
-        if most > self.questions:
-            asked = f"{questions}{places}, up to {most} where replies end early; {self.prompts} prompts or more"
+        workload = f"{questions}{places}, {prompts}"
+        limit = self.settings.get("task.limit", 0)
+        if limit > self.questions:
+            workload = f"{questions}{places}, up to {limit} where replies end early; {self.prompts} prompts or more"
         lines = [
-            f"budget {self.budget}: {asked}; 95 % intervals of at most +-{width:.0f} points"
+            f"budget {self.budget}: {workload}; 95 % intervals of at most +-{points:.0f} points"
         ]
+        # A study has sizes of its own, and no gold positions.
         if self.study:
             ending = f"; {prompts}" if self.prompts else ""
             lines = [f"budget {self.budget}: {self.study}{ending}"]
@@ -155,6 +156,7 @@ class BudgetPlan:
             lines.append(
                 f"budget: about {duration(self.seconds)} expected, at most {self.budget}"
             )
+        # A run whose questions were typed may exceed its budget.
         bound = "at most" if self.is_kept else "of"
         if self.tokens is not None:
             lines.append(
@@ -185,7 +187,12 @@ def _spelled_value(value: Any) -> str:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return a config with other values under dotted keys ``group.field``, or with other ``stages``."""
+    """Return a config with other values.
+
+    Args:
+        config: The config.
+        settings: Values by dotted key ``group.field``, and the stages under ``stages``.
+    """
     for key, value in settings.items():
         if key == "stages":
             config = config.with_stages(value)
@@ -258,22 +265,20 @@ def choose(
 
 
 def check_budget(config: Config) -> None:
-    """Refuse a budget for a run whose work is not known before it is done.
+    """Refuse a budget where the cost of the run cannot be known in advance, or not in the budget's unit.
 
     Raises:
-        UserError: That, in one line.
+        UserError: States which, and what to set instead.
     """
     budget = config.budget
     assert budget is not None
-    rows = {"search", "intervene", "evaluate"} & set(config.stages)
-    if config.study and (rows or not config.uses_model):
+    row_stages = {"search", "intervene", "evaluate"} & set(config.stages)
+    if config.study and (row_stages or not config.uses_model):
         name = config.study_name
         allowed = f"null: study {name} runs no model, so posbench cannot tell beforehand what it takes"
         hint = "set the sizes of the study: study.KEY=..."
-        if rows:
-            allowed = (
-                f"null where study {name} and {' and '.join(sorted(rows))} share a run"
-            )
+        if row_stages:
+            allowed = f"null where study {name} and {' and '.join(sorted(row_stages))} share a run"
             hint = "run the study alone: stages=[study,report]"
         raise UserError("budget", budget.text, allowed, hint)
     model = config.model
@@ -366,7 +371,14 @@ class Chooser:
             yield self._price_option(settings)
 
     def choose(self, available: float) -> tuple[_Option, int] | None:
-        """Return the way to ask, and the questions that fit; None where not one does."""
+        """Choose the best settings of the task in which enough questions fit.
+
+        Args:
+            available: Limit for the cost, in the budget's unit.
+
+        Returns:
+            The settings with their cost, and the number of questions at each gold position; None where not one fits.
+        """
         return choose(
             self.options(),
             lambda option, questions: option.cost(questions),
@@ -378,7 +390,10 @@ class Chooser:
         return key in self.config.typed
 
     def task_settings(self) -> Iterator[dict[str, Any]]:
-        """Yield settings of the task: none first, then fewer positions, then fewer items."""
+        """Yield settings of the task, each cheaper than the one before.
+
+        First as configured, then at three gold positions, then with ever fewer items. What the user typed stays.
+        """
         settings = dict[str, Any]()
         yield dict(settings)
         task = self.config.task
@@ -412,17 +427,22 @@ class Chooser:
             yield dict(settings)
 
     def _price_option(self, settings: Mapping[str, Any]) -> _Option:
-        """Choose search and attention maps for these settings of the task, and price all together."""
+        """Choose sizes of search and attention maps for given settings of the task, and price all stages together.
+
+        Returns:
+            All chosen settings, the cost that does not depend on the number of questions, the cost of a question at all
+            its gold positions, and the prompts of both.
+        """
         chosen = dict(settings)
         stages = self.config.stages
-        fixed = 0.0
+        fixed_cost = 0.0
         fixed_prompts = 0
         if "search" in stages:
             sizes, cost, prompts = self._shrink(
                 chosen, "search", self._search_steps(chosen)
             )
             chosen |= sizes
-            fixed += cost
+            fixed_cost += cost
             fixed_prompts += prompts
         if "intervene" in stages:
             sizes, cost, prompts = self._shrink(
@@ -432,7 +452,7 @@ class Chooser:
                 chosen["stages"] = [stage for stage in stages if stage != "intervene"]
             else:
                 chosen |= sizes
-                fixed += cost
+                fixed_cost += cost
                 fixed_prompts += prompts
         per_question = 0.0
         prompts_per_question = 0
@@ -448,19 +468,23 @@ class Chooser:
             per_question = cost / questions
             prompts_per_question = -(-prompts // questions)
         return _Option(
-            chosen, fixed, per_question, (fixed_prompts, prompts_per_question)
+            chosen, fixed_cost, per_question, (fixed_prompts, prompts_per_question)
         )
 
     def most_questions(self, option: _Option, available: float) -> int:
-        """Return the questions that fit if every reply is short; 0 where full replies take little longer.
+        """Return how many questions at each gold position fit if every reply is a single token.
+
+        0 where that is not clearly more than with full replies, or cannot be priced.
 
         Args:
-            option: The way to ask.
+            option: Settings, and their cost.
             available: Limit for the cost of all stages.
         """
         settings = {**option.settings, "task.max_new_tokens": 1}
+        # Asked of a model in process alone.
         if self.lm is None or "evaluate" not in self.config.stages:
             return 0
+        # With a single token the reply costs nearly nothing: this is the reading.
         questions = min(PROBED_QUESTIONS, self.limit)
         cost, _ = self._price_stage(settings, "evaluate", questions)
         per_question = cost / questions
@@ -482,7 +506,16 @@ class Chooser:
         stage: Stage,
         steps: Iterator[Mapping[str, Any]],
     ) -> tuple[Mapping[str, Any], float, int]:
-        """Return the first step that fits into the share of a stage, else the last, with its cost and prompts."""
+        """Find the largest sizes whose cost is within the share of the budget that a stage may take.
+
+        Args:
+            chosen: Settings chosen so far, by config key.
+            stage: ``search`` or ``intervene``.
+            steps: Sizes to try, from large to small.
+
+        Returns:
+            The first sizes that fit (the smallest if none do), their cost in the budget's unit, and their prompts.
+        """
         shares: dict[Stage, float] = {
             "search": SEARCH_SHARE,
             "intervene": INTERVENE_SHARE,
@@ -497,23 +530,34 @@ class Chooser:
         return step, cost, prompts
 
     def _search_steps(self, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield ever smaller searches: each number halved, down to its minimum."""
+        """Yield sizes of the search by config key, ever smaller: each number halved, down to its minimum.
+
+        The first is empty: the search as configured. Sizes that the user typed stay as they are.
+
+        Args:
+            chosen: Settings that are chosen already, by config key.
+        """
         config = with_settings(self.config, chosen)
-        sizes = {
+        sizes_and_minima = {
             f"search.{name}": (int(getattr(config.search, name)), smallest)
             for name, smallest in config.search.smallest.items()
         }
         if hasattr(config.task, "calibration_examples"):
             count = config.task.calibration_examples
-            sizes["task.calibration_examples"] = (count, MIN_CALIBRATION)
+            sizes_and_minima["task.calibration_examples"] = (count, MIN_CALIBRATION)
         task = config.task
+        # Calibration prompts may shrink to the size of evaluation prompts.
         if isinstance(task, GoldPositionTask) and not task.calibration_positions:
             items_field, calibration_field = task.sizes
             items = task.calibration_items
             if calibration_field != items_field:
                 smallest = min(items, task.items)
-                sizes[f"task.{calibration_field}"] = (items, smallest)
-        sizes = {key: size for key, size in sizes.items() if not self._is_typed(key)}
+                sizes_and_minima[f"task.{calibration_field}"] = (items, smallest)
+        sizes_and_minima = {
+            key: size
+            for key, size in sizes_and_minima.items()
+            if not self._is_typed(key)
+        }
         divisor = 1
         settings = dict[str, Any]()
         while True:
@@ -521,15 +565,16 @@ class Chooser:
             divisor *= 2
             smaller = {
                 key: min(value, max(value // divisor, smallest))
-                for key, (value, smallest) in sizes.items()
+                for key, (value, smallest) in sizes_and_minima.items()
             }
-            changed = {k: v for k, v in smaller.items() if v != sizes[k][0]}
+            changed = {k: v for k, v in smaller.items() if v != sizes_and_minima[k][0]}
+            # Every size has reached its minimum.
             if changed == settings:
                 return
             settings = changed
 
     def _intervene_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield ever fewer questions whose attention is measured."""
+        """Yield settings with ever fewer questions whose attention is measured; the first is empty, as configured."""
         yield {}
         if self._is_typed("runtime.intervene_examples"):
             return
@@ -541,9 +586,19 @@ class Chooser:
     def _price_stage(
         self, settings: Mapping[str, Any], stage: Stage, questions: int
     ) -> tuple[float, int]:
-        """Return the cost and the prompts of one stage with ``count`` questions at each position."""
+        """Return the cost (in the budget's unit) and the number of prompts of one stage.
+
+        Args:
+            settings: Values by config key.
+            stage: The stage.
+            questions: Questions at each gold position.
+
+        Raises:
+            UserError: The workload of this search is not known in advance.
+        """
         config = with_settings(self.config, settings)
         factor = 1.0
+        # A few questions are planned, and their work is multiplied.
         if stage == "intervene":
             num_measured = min(questions, config.runtime.intervene_examples)
             questions = min(num_measured, PROBED_QUESTIONS)
@@ -600,6 +655,7 @@ def plan_run(
     budget = config.budget
     assert budget is not None
     if budget.seconds is None:
+        # Prompts, tokens or money: no time has to be measured.
         chooser = Chooser(config, reader, counted_price(config), budget.size)
         return _make_plan(chooser, budget, budget.size), None
     if not config.model.in_process:
@@ -625,7 +681,7 @@ def plan_run(
 
 
 def counted_price(config: Config) -> Price:
-    """Return the price function of a budget that is not a time."""
+    """Return the function that prices work for a budget of prompts, tokens or US dollars, in that unit."""
     budget = config.budget
     assert budget is not None
 
@@ -656,7 +712,7 @@ def describe_least(budget: Budget, least: float) -> tuple[str, str]:
 
 
 def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
-    """Return the workload of a served run, in the terms of a model in process."""
+    """Return the estimated work of a served run; nothing is known of the attention that the server computes."""
     assert config.server is not None, "a budget asks the server first"
     estimate = estimate_served(config, config.server, encoder)
     num_methods = len(config.method_under_test().methods())
@@ -673,7 +729,10 @@ def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
 
 
 def served_seconds(config: Config) -> Price:
-    """Return the price of work in seconds of a server, by the speed of its probe; 0 without a speed."""
+    """Return the function that gives the seconds in which a server does some work.
+
+    It uses the speed that the probe measured, which depends on characters of a prompt; without a speed it gives 0.
+    """
     server = config.server
     assert server is not None, "a budget asks the server first"
     density = server.tokens_per_character or ASSUMED_TOKENS_PER_CHARACTER
@@ -697,6 +756,12 @@ def time_model(
 ) -> tuple[Run, Speed, Costs]:
     """Load a run's model, and time it on a few short prompts.
 
+    Args:
+        config: The run.
+        reader: Its model without weights.
+        console: Where progress goes.
+        max_seconds: After this time no further batch is timed.
+
     Returns:
         The run whose model was timed, its speed, and the model's sizes.
     """
@@ -716,7 +781,7 @@ def _make_plan(
     speed: Speed | None = None,
     note: str = "",
 ) -> BudgetPlan:
-    """The plan for an available amount in the chooser's unit.
+    """Return the plan for an available amount in the chooser's unit.
 
     Args:
         chooser: The sizes to choose from.
@@ -738,10 +803,12 @@ def _make_plan(
             chooser, budget, option, questions, available
         )
     is_kept = _stops_at_budget(config, budget)
+    # The typed number of questions is asked, whatever it takes.
     if has_typed_limit and not is_kept:
         note = _overspending_note(chooser, budget, option, available) or note
         questions = chooser.limit
     planned = settings.get("task.limit", chooser.limit)
+    # The run looks at the clock after each round.
     if budget.seconds and "runtime.round_questions" not in config.typed:
         per_round = chooser.round_questions(option.per_question)
         if per_round and per_round < planned:
@@ -770,7 +837,16 @@ def _make_plan(
 def _need_affordable(
     chooser: Chooser, budget: Budget, available: float, spent: float
 ) -> tuple[_Option, int]:
-    """The sizes that fit, and the questions at each position.
+    """Choose the largest sizes that fit into a budget.
+
+    Args:
+        chooser: Lists and prices the options.
+        budget: The budget as typed, for the message.
+        available: What of it can be planned, in its unit.
+        spent: What was spent on measuring before, in its unit.
+
+    Returns:
+        The option, and the number of questions at each gold position.
 
     Raises:
         UserError: No sizes fit; states the cost of the smallest ones.
@@ -778,13 +854,13 @@ def _need_affordable(
     chosen = chooser.choose(available)
     if chosen:
         return chosen
-    least = min(option.cost(1) for option in chooser.options())
+    lowest_cost = min(option.cost(1) for option in chooser.options())
     if budget.seconds:
-        seconds = (least / USED_SHARE + spent) / (1 - ROUND_SHARE)
+        seconds = (lowest_cost / USED_SHARE + spent) / (1 - ROUND_SHARE)
         needed = f"about {duration(seconds)}"
         suggestion = suggested_budget(seconds)
     else:
-        needed, suggestion = describe_least(budget, least)
+        needed, suggestion = describe_least(budget, lowest_cost)
     allowed = f"{needed}, for one question at each position"
     hint = f"set budget={suggestion}, or smaller prompts"
     if "search" in chooser.config.stages:
@@ -795,18 +871,27 @@ def _need_affordable(
 def _question_limit(
     chooser: Chooser, budget: Budget, option: _Option, questions: int, available: float
 ) -> int:
-    """The most questions at each position that a run begins, of which ``questions`` are sure to fit.
+    """Return the most questions at each gold position that a run may begin; ``questions`` of them are sure to fit.
 
-    The length of replies is not known in advance, so a run that stops at its budget has spare questions.
+    Replies may end earlier than planned, so a run that stops at its budget has spare questions.
+
+    Args:
+        chooser: Chooses the sizes of the run.
+        budget: The budget: a time, or a number of prompts, tokens or dollars.
+        option: The chosen settings with their cost.
+        questions: Questions at each position that are sure to fit.
+        available: What is left of the budget, in its unit.
     """
     server = chooser.config.server
     thinks = server is not None and bool(server.thinking)
     spare_limit = min(MAX_OVERPLANNING * questions, chooser.limit)
+    # How many tokens a model thinks cannot be planned.
     if thinks and (budget.tokens or budget.usd):
         return spare_limit
+    # The clock stops the run: it may begin what the rest of the time could be enough for.
     if budget.seconds:
-        most = max(questions, chooser.most_questions(option, available))
-        return min(most, spare_limit)
+        affordable = max(questions, chooser.most_questions(option, available))
+        return min(affordable, spare_limit)
     return questions
 
 
@@ -820,7 +905,10 @@ def _stops_at_budget(config: Config, budget: Budget) -> bool:
 def _overspending_note(
     chooser: Chooser, budget: Budget, option: _Option, available: float
 ) -> str:
-    """That the typed number of questions takes more than the budget, if it does; nothing stops such a run before."""
+    """Return a note that the typed number of questions takes more than the budget, empty if it does not.
+
+    Nothing stops such a run at the budget.
+    """
     if option.cost(chooser.limit) <= available:
         return ""
     needed = describe_least(budget, option.cost(chooser.limit))[0]
@@ -843,7 +931,12 @@ def suggested_budget(seconds: float) -> str:
 def choose_precision(
     config: Config, reader: CheckpointReader
 ) -> tuple[dict[str, Any], str]:
-    """Return the precision that a budget chooses on a CPU, and the reason in words; empty without a choice."""
+    """Choose bfloat16 on a CPU where it is clearly faster than float32.
+
+    Returns:
+        The setting of ``model.dtype``, empty if it stays as it is, and the reason for the user, empty if there is no
+        choice: a typed precision, an embedded model, a GPU, or a processor without bfloat16.
+    """
     model = config.model
     is_embedded = model.path.startswith(paths.EMBEDDED)
     on_cpu = torch_device(config.runtime.device).type == "cpu"
@@ -862,9 +955,9 @@ def choose_precision(
 
 
 def describe_long_run(config: Config, run: Run) -> str:
-    """Return that a run takes more than an hour on this machine, and a budget that would do; empty if it does not.
+    """Return a line that a run takes more than an hour on this machine, and names a budget that shortens it.
 
-    A study and a search that cannot be estimated are left out.
+    It is empty for shorter runs, and for studies and searches whose work is not known in advance.
 
     Args:
         config: The run.
@@ -922,7 +1015,7 @@ def probe_speed(config: Config, run: Run) -> tuple[CheckpointReader, Speed, Cost
 
 
 def read_plan(file: Path) -> BudgetPlan | None:
-    """Return the plan of a run's earlier session; None if there is none.
+    """Return the sizes that an earlier session of a run chose for its budget; None if there was none.
 
     Raises:
         UserError: The file is damaged.

@@ -123,6 +123,9 @@ def compose(args: Sequence[str]) -> Jobs:
     Args:
         args: ``key=value`` overrides, and the flags for a sweep and the user's config folder.
 
+    Returns:
+        The composed configs, the jobs of a sweep that are refused, and whether Hydra has to run the jobs.
+
     Raises:
         UserError: An argument or a YAML file is wrong.
     """
@@ -254,7 +257,13 @@ def _hydra_errors_translated(arguments: _Arguments) -> Iterator[None]:
 
 
 def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
-    """Errors that Hydra, OmegaConf and the YAML parser still raise, in our form."""
+    """Turn an error of Hydra, OmegaConf or the YAML parser into a UserError of one line.
+
+    Args:
+        error: The error.
+        overrides: What was composed.
+        folder: Config folder that was read.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     reason = text
     if len(text) > MAX_REASON_LENGTH:
@@ -276,7 +285,7 @@ def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> User
 
 
 def _compose_job(config: DictConfig, job: Any, arguments: _Arguments) -> ComposedConfig:
-    """A job as Hydra composed it, filled in.
+    """Return a job's config as Hydra composed it, completed by :func:`_fill`.
 
     Args:
         config: Its config.
@@ -345,6 +354,7 @@ def _fill(
     blocks = {}
     if "model" in groups:
         blocks = _read_blocks(raw["model"], folders, typed)
+    # Keys that the model's block may not set.
     fixed = {*typed, *request.set_by_experiment}
     for group in groups:
         fixed |= _keys_of_own_choice(group, choices_made.get(group), folders)
@@ -355,6 +365,7 @@ def _fill(
         if group == "runtime":
             raw[group] = _fill_runtime(raw[group])
             continue
+        # The choice's name, unless its file gives another one.
         raw[group] = {"name": choices_made.get(group), **raw[group]}
         if group == "model":
             raw[group] = _fill_model(raw[group])
@@ -381,7 +392,13 @@ def _fill(
 def _keys_of_own_choice(
     group: str, name: str | None, folders: Sequence[Path]
 ) -> set[str]:
-    """Dotted keys that the user's own file of a choice sets; blocks of a model leave them alone."""
+    """Return the dotted keys that the user's own file of a choice sets; a model's block leaves them as they are.
+
+    Args:
+        group: The config group.
+        name: The choice.
+        folders: config folders, posbench's first.
+    """
     own_folder = paths.own_folder(folders)
     file = own_folder / group / f"{name}.yaml" if own_folder else None
     if file is None or not file.is_file():
@@ -397,7 +414,11 @@ def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's node with all defaults, and a name that is safe for a folder."""
+    """Return a model's config node with the defaults of all missing keys, and a name that can name a folder.
+
+    A checkpoint without a name is named after its path. A served model with a name such as ``org/model`` keeps it in
+    ``served``, which is sent to the server.
+    """
     fields = default_values(ModelConfig)
     del fields["blocks"]
     model = {**fields, **node}
@@ -415,7 +436,7 @@ def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paper_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of the task that the paper of an experiment set for this model alone."""
+    """Return the fields of the task that the paper of an experiment set for this model alone; mostly empty."""
     reference = _mapping(raw, "experiment", "reference")
     measured_task = str(reference.get("task")).partition("/")[0]
     if measured_task != _mapping(raw, "task").get("name"):
@@ -472,10 +493,15 @@ def _mapping(node: Any, *keys: str) -> Mapping[str, Any]:
 def _read_blocks(
     model: Mapping[str, Any], folders: Sequence[Path], typed: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """The blocks of a model's file.
+    """Return the blocks of a model's file: constants of a method, task, search or study for this model, by its name.
+
+    Args:
+        model: The model's config node.
+        folders: Config folders.
+        typed: Keys that the user typed.
 
     Raises:
-        UserError: A block belongs to no method, task or study, or a typed key to none of its settings.
+        UserError: A block belongs to no method, task, search or study, or a typed key to none of its settings.
     """
     fields = default_values(ModelConfig)
     blocks = {
@@ -527,8 +553,18 @@ def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
 def _need_used_blocks(
     raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequence[str]
 ) -> None:
-    """Refuse a typed key of a block that nothing in the config reads; studies also read keys of methods."""
+    """Refuse a typed key of a model's block (see :func:`_read_blocks`) that this run would not read.
+
+    Args:
+        raw: The composed config.
+        blocks: The model's blocks by name.
+        typed: Keys that the user typed, such as ``model.scale_channel.factor``.
+
+    Raises:
+        UserError: The block's method, task, search or study is not part of the run.
+    """
     used = set[str]()
+    # Studies also read the constants of methods that they apply themselves.
     if raw.get("study"):
         used.update(choices(paths.CONF / "method"))
     for group in GROUPS_WITH_BLOCKS:
@@ -543,7 +579,12 @@ def _need_used_blocks(
 
 
 def _names_in(node: Any, key: str) -> set[str]:
-    """Keys, names and modules of all nodes of a config: each may be the name of a block that it takes."""
+    """Return all names under which a config may take a block of the model's file: keys, names and modules of its nodes.
+
+    Args:
+        node: A config node.
+        key: Its key.
+    """
     if not isinstance(node, Mapping):
         return set()
     module = str(node.get("_target_")).split(".")[-2:][0]
@@ -614,7 +655,11 @@ def _fill_node(
 
 
 def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
-    """Resolve references between keys."""
+    """Replace references to other keys (``${...}``) by their values.
+
+    Raises:
+        UserError: A referenced key does not exist, or a mandatory value (``???``) is missing.
+    """
     if not UNRESOLVED.search(json.dumps(raw, default=str)):
         return raw  # as most are: OmegaConf takes longer to resolve nothing than to read the files
     try:

@@ -61,7 +61,11 @@ class RunConstants:
     verdict: str = ""
 
     def line(self, typed: Mapping[str, Any]) -> str:
-        """The constants taken from the run, for the terminal; ``typed``: parameters set by the user."""
+        """Return the line that tells the user which constants were taken from the run.
+
+        Args:
+            typed: Parameters that the user set to other values.
+        """
         values = ", ".join(f"{k} {v}" for k, v in self.values.items() if v is not None)
         line = f"method: {self.method} ({values}) from run {self.run}"
         others = {k: v for k, v in typed.items() if as_json(v) != self.values.get(k)}
@@ -114,8 +118,10 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     if applied is None and not found:
         allowed = "a run that found or applied constants"
         raise UserError(field, name, allowed, f"finish it: {out.command}")
+    # The run searched and has not applied its result yet.
     if applied is None:
         applied = {"parts": found} if "parts" in node else found.get(method, {})
+    # The source that the search recorded, else the method's, else the run itself.
     sources = [str(block["source"]) for block in found.values() if "source" in block]
     source = "; ".join(sources) or str(applied.get("source") or f"run {folder.name}")
     typed = typed_in_place(applied)
@@ -178,7 +184,15 @@ def _text_of_question(example: Example) -> str:
 def with_constants(
     node: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A method's config node with other constants, as plain data."""
+    """Return a method's config node with other constants, also in the methods that it is composed of.
+
+    Args:
+        node: The node; its name, class and list of parts stay.
+        constants: New values by parameter, those of parts below ``parts`` by name.
+
+    Returns:
+        Lists, dictionaries, strings and numbers only.
+    """
     fixed_keys = ("name", "_target_", "parts")
     filled = {
         key: constants.get(key, value) if key not in fixed_keys else value
@@ -190,6 +204,7 @@ def with_constants(
             name: with_constants(part, parts.get(name, {}))
             for name, part in node["parts"].items()
         }
+    # Through JSON, so that tuples become lists as in a recorded config.
     return json.loads(json.dumps(filled))  # type: ignore[no-any-return]
 
 
@@ -215,10 +230,10 @@ def suggest_run(
 
 
 def _runs_with_constants(outputs: Path, method: str) -> list[tuple[str, str]]:
-    """Hash and weights of the finished runs whose search found constants of a method, the newest first."""
+    """Return hash and weights' digest of each finished run whose search found constants of a method, newest first."""
     if not outputs.is_dir():
         return []
-    found: list[tuple[str, str, str]] = []
+    candidates: list[tuple[str, str, str]] = []
     for folder in runs_in(outputs):
         is_candidate = (folder / FOUND_FILE).is_file() and (folder / DONE).is_file()
         if not is_candidate or folder.name.split("__")[1:2] != [method]:
@@ -226,5 +241,5 @@ def _runs_with_constants(outputs: Path, method: str) -> list[tuple[str, str]]:
         facts = open_run_dir(folder).facts(PROVENANCE)
         weights = str(facts.get("identity", {}).get("weights", ""))
         hash_of_run = folder.name.rpartition("__")[2]
-        found.append((str(facts.get("started", "")), hash_of_run, weights))
-    return [(run, weights) for _, run, weights in sorted(found, reverse=True)]
+        candidates.append((str(facts.get("started", "")), hash_of_run, weights))
+    return [(run, weights) for _, run, weights in sorted(candidates, reverse=True)]

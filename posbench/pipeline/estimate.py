@@ -79,6 +79,7 @@ def show(
     if estimates:
         flops = sum(costs.flops(work) for work in estimates)
         console.print(f"about {flops:.1e} operations, without what a method adds")
+    # Some searches and studies do not know their work in advance.
     estimated = {work.stage for work in estimates}
     unknown = " and ".join(
         f"the {stage}"
@@ -99,7 +100,7 @@ def show(
 
 
 def _table(estimates: Sequence[WorkEstimate], seconds: Sequence[float] | None) -> Table:
-    """A line for each stage; with seconds, the time too."""
+    """Return the printed table of an estimate: a line for each stage, with a column of times if they are known."""
     header = ["stage", "prompts", "tokens asked", "computed", "steps of generation"]
     rows = []
     for work in estimates:
@@ -113,7 +114,7 @@ def _table(estimates: Sequence[WorkEstimate], seconds: Sequence[float] | None) -
 
 
 def _memory_line(costs: Costs, estimates: Sequence[WorkEstimate]) -> str:
-    """The memory of weights, and the largest of KV caches and of shared prefills."""
+    """Return the sentence on memory: of the weights, and the largest of any stage for KV caches and shared prefills."""
     line = f"{costs.parameters:,} parameters, {decimal(costs.weight_bytes)} in memory"
     cache = max((costs.cache_bytes(work) for work in estimates), default=0)
     prefix = max((costs.prefix_bytes(work) for work in estimates), default=0)
@@ -144,12 +145,14 @@ def estimate_run(
     if not methods:
         methods = {UNMODIFIED: Unmodified()}
         if not isinstance(method, Unmodified):
+            # Only the method counts for the estimate, not its name.
             methods[""] = method
     subjects = [Subject(run, name, method) for name, method in methods.items()]
     estimates = list[WorkEstimate]()
     if "search" in stages:
         estimates += _estimate_search(config, run, characters)
     if "study" in stages and config.study:
+        # A study tells its work as numbers, or as examples that pass through the model.
         for reading in config.study.workload(run):
             if isinstance(reading, StudyWorkload):
                 estimates.append(
@@ -173,7 +176,16 @@ def estimate_run(
 
 
 def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEstimate]:
-    """Workload of the search: its calibration prompts, and the prompts of a second task that it watches."""
+    """Return the work of the search on its calibration prompts, and on a second task whose scores it must not lower.
+
+    Args:
+        config: The config.
+        run: The run, with the model's outline.
+        characters: Prompts of about this many characters are encoded; the rest is extrapolated.
+
+    Returns:
+        An estimate for each of the two; none for a search whose workload is not known.
+    """
     task = config.task
     search = config.search
     estimates = []
@@ -207,7 +219,11 @@ def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEsti
 def _sample(
     examples: Sequence[Example], characters: int
 ) -> tuple[list[Example], float]:
-    """The first questions at all their gold positions, and the ratio of the characters of all examples to theirs."""
+    """Return the first questions, at all their gold positions, until ``characters`` are reached.
+
+    Returns:
+        The examples, and the factor from their characters to those of all examples.
+    """
     questions = dict[str, list[Example]]()
     for example in examples:
         questions.setdefault(example.question_id, []).append(example)
@@ -228,7 +244,14 @@ def _estimate_rows(
     examples: Sequence[Example],
     characters: int,
 ) -> WorkEstimate:
-    """Examples under methods, as the run will plan them."""
+    """Return the work of a stage that makes a row for each example and method, from the same plan as the run's.
+
+    Args:
+        subjects: The methods of the run.
+        stage: ``evaluate``, which generates replies, or ``intervene``, which reads attention.
+        examples: All examples.
+        characters: Prompts of about this many characters are planned; the rest is extrapolated.
+    """
     run = subjects[0].run
     run.evaluation, factor = _sample(examples, characters)
     encoded = run.prompts.encode(run.evaluation)
@@ -243,8 +266,19 @@ def _estimate_rows(
 def _estimate_passes(
     run: Run, passes: InspectionPasses, method: Method, characters: int
 ) -> list[WorkEstimate]:
-    """Workload of a study inside a method."""
+    """Return the work of a study that passes its examples through the model several times.
+
+    Args:
+        run: The run.
+        passes: The examples, and how many passes and replies there are for each.
+        method: The method under which the study runs.
+        characters: Prompts of about this many characters are planned; the rest is extrapolated.
+
+    Returns:
+        The reading, and the replies; without those that have no prompts.
+    """
     share = None
+    # A prefill can be shared only if the method leaves it as it computes it itself.
     if passes.shared and method.prefill() == method:
         share = run.runtime.share
     study_run = replace(run, runtime=replace(run.runtime, share=share))
@@ -267,7 +301,7 @@ def _estimate_workload(
     workload: StudyWorkload,
     characters: int,
 ) -> WorkEstimate:
-    """Workload of prompts of about one length.
+    """Return the work of prompts of about one length.
 
     Args:
         run: The run.
@@ -281,6 +315,7 @@ def _estimate_workload(
     encoded = run.prompts.encode(sample, task)
     lengths = [len(prompt.ids) for prompt in encoded.values()] or [0]
     mean_length = np.mean(lengths)
+    # A token attends to itself and all before it.
     mean_pairs = np.mean([length * (length + 1) / 2 for length in lengths])
     text_tokens = workload.texts * workload.length
     reply = task.max_new_tokens
@@ -317,6 +352,9 @@ def measure_speed(
         costs: The model's sizes.
         max_tokens: Tokens of a batch, made of two prompts of half the length; None: batches are read as they are.
         max_seconds: After this time no further batch is timed.
+
+    Returns:
+        Seconds per operation of reading, and seconds per step of writing.
     """
     asks_evaluation = {"intervene", "evaluate"} & set(run.stages)
     examples = run.examples("evaluation" if asks_evaluation else "calibration")
@@ -362,7 +400,7 @@ def measure_speed(
 
 
 def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Seconds in which a model reads prompts and generates ``tokens`` after each."""
+    """Return the seconds in which a model reads prompts and generates ``tokens`` after each."""
     started = time.perf_counter()
     lm.generate(
         prompts,
@@ -374,7 +412,7 @@ def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> f
 
 
 def _plain_reading(prompts: Sequence[Sequence[int]]) -> WorkEstimate:
-    """Workload of reading prompts that share nothing."""
+    """Return the work of reading prompts (token ids) that share nothing."""
     lengths = [len(prompt) for prompt in prompts]
     return WorkEstimate(
         "",

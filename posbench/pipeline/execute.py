@@ -132,6 +132,7 @@ def execute(
         out = run.out
         damaged = out.damaged()
         stages = config.stages
+        # Nothing is left to compute; at most the page is made again.
         if not damaged and _has_ended(out, config):
             if _has_current_report(out, config):
                 console.print("finished before: nothing is computed again")
@@ -145,6 +146,7 @@ def execute(
         if damaged:
             names = ", ".join(damaged)
             console.print(f"damaged: {names}; made again, rows that are whole are kept")
+        # A run may be continued on another machine.
         earlier_machines = out.hardware()
         out.resume(stages, config.raw, facts)
         if earlier_machines and out.hardware() != earlier_machines:
@@ -157,6 +159,7 @@ def execute(
         if config.budget is None:
             _announce_long_run(config, run)
         _record_begin(out, plan)
+        # A server's tokens and money are counted and limited.
         if config.uses_model and not config.model.in_process:
             from posbench.pipeline import served_run
 
@@ -167,6 +170,7 @@ def execute(
                 _worker_pool(config, run, worker_main),
             ):
                 for stage in stages:
+                    # The page needs the rows of all processes.
                     if stage == "report":
                         _merge_shards(run)
                     with (
@@ -191,9 +195,9 @@ def execute(
 
 
 def _has_ended(out: RunDir, config: Config) -> bool:
-    """Whether all of a run is made.
+    """Whether a run's folder holds everything that this config asks for.
 
-    A run that stopped at its budget, or after enough questions, is finished under that setting and resumes under a much
+    A run that stopped at its budget, or after enough questions, has ended under that setting and resumes under a much
     larger budget. Scores of ``posbench rescore`` are made again.
     """
     if "evaluate" in config.stages and was_rescored(out):
@@ -213,7 +217,13 @@ def _has_current_report(out: RunDir, config: Config) -> bool:
 
 
 def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
-    """Whether the recorded reason for stopping a stage holds under this config, too."""
+    """Whether a stage that stopped early under a budget or stop rule would stop at the same place under this config.
+
+    Args:
+        stage: The stage's entry in ``status.json``.
+        config: The config, whose budget may be larger now.
+    """
+    # It stopped because the shape of the curve was decided (runtime.until).
     if stage.get("decided"):
         return bool(config.runtime.until)
     if config.budget is None:
@@ -222,10 +232,12 @@ def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
     if budget_then is None:  # an older run does not say it
         return True
     unit, size = config.budget.amount
+    # A budget of the same unit that is only a little larger is not worth another session.
     return unit in budget_then and size < RESUMING_BUDGET_RATIO * budget_then[unit]
 
 
 def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
+    """Record how a session ended that raised an error; a run that is marked as mixed stays so."""
     state: State = "failed"
     if isinstance(error, IncompleteRun):
         state = "incomplete"
@@ -239,7 +251,13 @@ def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
 def _worker_pool(
     config: Config, run: Run, worker_main: WorkerMain | None
 ) -> Iterator[None]:
-    """Let worker processes make shards of the rows where ``runtime.workers`` asks for more than this one."""
+    """Start worker processes for a block if ``runtime.workers`` is more than one; each makes a shard of the rows.
+
+    Args:
+        config: The config.
+        run: Gets its own shard and the pool.
+        worker_main: What a worker process runs; None in a worker, which starts no others.
+    """
     count = config.runtime.workers
     if worker_main and count > 1 and is_shardable(config):
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -253,12 +271,13 @@ def _worker_pool(
 
 
 def _merge_shards(run: Run) -> None:
-    """Wait for the workers, check rows that several processes made, and add their records to the run's.
+    """Wait for the workers, check a sample of their rows, and add their records of cost to the run's.
 
-    Shards that were merged are gone, so that a second call changes nothing.
+    Shards are removed once merged, so that a second call changes nothing.
     """
     if run.workers:
         run.workers.finish()
+    # The shards of submitted jobs may be merged already; their rows still need the check, once.
     is_submitted = (run.out.path / SUBMITTED).is_file()
     was_audited = AUDIT in run.out.facts(PROVENANCE)
     if shard_folders(run.out.path) or (is_submitted and not was_audited):
@@ -288,7 +307,13 @@ def is_shardable(config: Config) -> bool:
 
 @contextmanager
 def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator[None]:
-    """Give a run with a budget of time its deadline, and record the used time regularly."""
+    """Give a run with a budget of time its deadline for a block, and record the used time regularly.
+
+    Args:
+        run: Gets the deadline.
+        budget: The budget; nothing is done unless it is a time.
+        watch: Measures the time of this session; that of earlier ones is added.
+    """
     if budget is None or budget.seconds is None:
         yield
         return
@@ -326,7 +351,10 @@ def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
 
 
 def _record_begin(out: RunDir, plan: BudgetPlan | None) -> None:
-    """Record the budget of this session, and clear the stop of an earlier one, for the run resumes."""
+    """Record the budget of this session in the provenance, and clear where an earlier session stopped.
+
+    The run goes on from there.
+    """
     facts = out.facts(PROVENANCE)
     if plan:
         facts["budget"] = plan.facts()
@@ -344,7 +372,8 @@ def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:
 
 
 def _announce_long_run(config: Config, run: Run) -> None:
-    """Say that a run will take long on this machine, with a budget that would do."""
+    """Print the expected time of a run that will take long on this machine, and a budget that shortens it."""
+    # The model was not loaded (all rows are there, or it is served), or is small.
     if "lm" not in vars(run) or Costs.of(run.lm).parameters < LIGHT_PARAMETERS:
         return
     from posbench.pipeline.budget import describe_long_run
@@ -378,6 +407,7 @@ class RunLocation(NamedTuple):
             identity: Distinguishes runs; from :func:`posbench.pipeline.identity.identity`.
             contents: Contents of the files that it reads.
         """
+        # Runs of an experiment lie together, others by study or task.
         suite = config.study_name or config.task.name
         if config.experiment:
             suite = config.experiment.name
@@ -416,7 +446,7 @@ def claim_run(
     lm: LM | None = None,
     plan: BudgetPlan | None = None,
 ) -> Iterator[ClaimedRun]:
-    """Claim the folder of a run.
+    """Claim the folder of a run for a block, after everything that may refuse it was checked.
 
     Args:
         config: The checked config.
@@ -424,6 +454,9 @@ def claim_run(
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
         plan: The plan for its budget, for the record.
+
+    Yields:
+        The run, the contents of its files, and its provenance.
 
     Raises:
         UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
@@ -440,6 +473,7 @@ def claim_run(
         run.lm = lm
     existing = location.find()
     server_facts: Mapping[str, Any] = {}
+    # A run that has begun a stage was checked before.
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
         _check_cut_prompts(config, run)
         with doing("checking the model with its longest prompt"):
@@ -471,23 +505,28 @@ def claim_run(
 
 
 def _check_cut_prompts(config: Config, run: Run) -> None:
-    """Refuse prompts that a cut leaves without their gold item.
+    """Refuse prompts from which truncation removes the gold item, before any is answered.
 
     Raises:
-        UserError: The first fault.
+        UserError: The first of them.
     """
     is_asked = {"intervene", "evaluate", "study"} & set(config.stages)
     if not is_asked or not config.uses_model or not config.uses_task:
         return
     task = config.task
     if isinstance(task, GoldPositionTask) and task.truncation != "refuse":
+        # Encoding cuts the prompts, and refuses those.
         run.prompts.encode(run.examples("evaluation"))
 
 
 def make_run_folder(config: Config, command: str) -> Path:
-    """Return the folder for a run in other processes; it is made if there is none yet.
+    """Return the folder of a run whose rows other processes will make.
 
-    It then holds config and provenance.
+    A new folder gets the config and the provenance.
+
+    Args:
+        config: The config.
+        command: The command line that is recorded.
 
     Raises:
         UserError: A file cannot be read, or the outputs cannot be written.
@@ -515,10 +554,12 @@ def recorded_config(folder: Path) -> Config:
     folder = folder.resolve()
     out = open_run(folder)
     groups = out.config("runtime")
+    # The folder may have been moved: its outputs are three levels up.
     runtime = {**groups["runtime"], "outputs": str(out.path.parents[2])}
     folders = make_importable(out)
     config = check_config(compose_record({**groups, "runtime": runtime}, folders))
     contents = run_contents(config)
+    # The same config must still lead to this folder, else its rows would not be reproduced.
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
         allowed = (
@@ -571,6 +612,10 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
 
     All else :func:`posbench.pipeline.prepare.prepare` has refused.
 
+    Args:
+        config: The run.
+        run: The same run.
+
     Returns:
         For the provenance, how a backend decodes, or the ``dtype`` of the weights in process.
 
@@ -586,11 +631,13 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         num_tokens = min(CHECKED_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
         parameters = Costs.of(run.lm).parameters
+        # Many different tokens, then the longest prompts.
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
             if 2 * parameters * len(ids) > LONG_CHECK_OPERATIONS:
                 message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"
                 run.console.print(message, soft_wrap=True, markup=False)
             with (
+                # The run itself splits a batch that is too large.
                 suppress(torch.OutOfMemoryError),
                 method.applied(run.lm) as lm,
                 probe_items(lm, ids),
@@ -601,7 +648,13 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
 
 
 def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:
-    """Refuse a run, and let no other copy from it, where a file that it reads has changed.
+    """Refuse a run if a file that it reads has changed since it began.
+
+    The run is marked as mixed, so that no other run copies rows from it.
+
+    Args:
+        contents: The files that the run reads, with their digests when it began.
+        out: Folder of the run.
 
     Raises:
         UserError: A file holds something else than when the run began.

@@ -79,7 +79,7 @@ class FitToModel:
                 fit()
 
     def fit_task(self) -> None:
-        """Shorten replies, and put fewer items into a prompt.
+        """Shorten replies, and put fewer items into a prompt, until prompts and replies fit the model's window.
 
         Raises:
             UserError: The task does not fit, or a typed setting does not.
@@ -99,10 +99,11 @@ class FitToModel:
         if isinstance(task, GoldPositionTask) and examples[0].items:
             self._fit_items(examples)
         elif {"intervene", "evaluate"} & stages:
+            # Prompts of other tasks cannot be made shorter, but their words may be unknown to the tokenizer.
             self._need_spelt(examples)
 
     def fit_search(self) -> None:
-        """Shorten random strings, made of tokens where the tokenizer spells no letters.
+        """Fit a search to the model: shorter random strings, an alphabet that its tokenizer has, points for its layers.
 
         Raises:
             UserError: A typed setting does not fit.
@@ -123,7 +124,7 @@ class FitToModel:
             self._change("search", {name: value}, reason)
 
     def fit_study(self) -> None:
-        """Shorten the texts of a study.
+        """Limit each text length of a study to the model's window, in tokens.
 
         Raises:
             UserError: A typed setting does not fit.
@@ -138,7 +139,7 @@ class FitToModel:
         self._change("study", values, self._window_reason)
 
     def fit_batches(self) -> None:
-        """Make batches so small that a CPU writes rows every minute, whatever its speed.
+        """Lower ``runtime.batch_tokens`` so that a CPU writes rows about every minute.
 
         The number follows from the model's shape alone, so that it is the same on every machine.
         """
@@ -148,16 +149,17 @@ class FitToModel:
             return
         shape = self.reader.facts.get_text_config()
         weights = WEIGHTS_OF_A_LAYER * shape.num_hidden_layers * shape.hidden_size**2
+        # A token costs two operations (multiply, add) per weight.
         max_tokens = max(int(CPU_BATCH_OPERATIONS / (2 * weights)), MIN_BATCH_TOKENS)
         if max_tokens < runtime.batch_tokens:
             reason = "a CPU writes rows every minute"
             self._change("runtime", {"batch_tokens": max_tokens}, reason)
 
     def leave_prompts_uncut(self) -> None:
-        """Send prompts uncut, for there is no tokenizer to count their tokens.
+        """Set the task not to truncate prompts, as there is no tokenizer to count their tokens.
 
         Raises:
-            UserError: The user typed that they are cut.
+            UserError: The user typed a truncation.
         """
         uncut = {"truncation": "refuse", "max_prompt_tokens": None}
         task = self.config.task
@@ -192,12 +194,12 @@ class FitToModel:
         asked = self._rewritten(examples)
         replies = [example.max_new_tokens or 0 for example in asked]
         reply = max([task.max_new_tokens, *replies])
-        room = window - reply - overhead_tokens
-        room_characters = room / (tokens_per_character * (1 + CHARACTER_MARGIN))
+        free_tokens = window - reply - overhead_tokens
+        free_characters = free_tokens / (tokens_per_character * (1 + CHARACTER_MARGIN))
         lengths = ([len(e.prompt) for e in group] for group in (examples, asked))
-        room_characters /= _growth(*lengths)
+        free_characters /= _growth(*lengths)
         sizes = [len(e.system) + len(e.prompt) + len(e.prefill) for e in examples]
-        num_longer = sum(size > room_characters for size in sizes)
+        num_longer = sum(size > free_characters for size in sizes)
         if not num_longer:
             return []
         longest = examples[sizes.index(max(sizes))]
@@ -209,7 +211,7 @@ class FitToModel:
         num_items = len(longest.items)
         per_item = (longest.items[-1][1] - longest.items[0][0]) / num_items
         beside_items = max(sizes) - per_item * num_items
-        self._reduce_items(task, int((room_characters - beside_items) / per_item))
+        self._reduce_items(task, int((free_characters - beside_items) / per_item))
         return []
 
     # Changes
@@ -231,10 +233,15 @@ class FitToModel:
         return self._is_typed(key) or self.config.experiment is not None
 
     def _change(self, group: str, values: Mapping[str, Any], reason: str) -> None:
-        """Set fields of a group of the config.
+        """Set fields of a config group, and record old value, new value and reason for the user.
+
+        Args:
+            group: ``task``, ``search``, ``study`` or ``runtime``.
+            values: New values by field.
+            reason: Why the old ones do not fit, in words.
 
         Raises:
-            UserError: The user set one of the fields.
+            UserError: The user typed one of the fields.
         """
         faults = Faults()
         section = getattr(self.config, group)
@@ -253,6 +260,7 @@ class FitToModel:
                 if key in item_counts:
                     hint += ", or with the gold item at the ends alone cut prompts: task.truncation=middle"
                 faults.found.append(UserError(key, old, allowed, hint))
+            # A second change of a field still shows the configured value as the old one.
             default = adjustments[key].old if key in adjustments else old
             adjustments[key] = Adjustment(default, value, reason)
         faults.raise_any()
@@ -262,19 +270,25 @@ class FitToModel:
     # Replies
 
     def _fit_replies(self, task: Task, examples: Sequence[Example]) -> None:
-        """Shorten replies to a quarter of the window where they take more than it has."""
+        """Shorten replies to a quarter of the window where they leave too little of it to the prompts.
+
+        A configured length is kept as long as it fits beside the longest prompt.
+        """
         window = self.reader.context_window
-        max_tokens = window // 2 if task.truncation == "refuse" else window - 1
+        max_reply_tokens = window // 2 if task.truncation == "refuse" else window - 1
         new_value = window // 4
         if self._is_given("task.max_new_tokens"):
             longest = max(self._num_tokens(example) for example in examples)
-            max_tokens = max(max_tokens, window - longest)
-            new_value = max_tokens
-        if task.max_new_tokens > max_tokens:
+            max_reply_tokens = max(max_reply_tokens, window - longest)
+            new_value = max_reply_tokens
+        if task.max_new_tokens > max_reply_tokens:
             self._change("task", {"max_new_tokens": new_value}, self._window_reason)
 
     def _reply_with_one_word(self) -> None:
-        """Limit replies to the longest answer: with few possible words, a long reply contains the right one by luck."""
+        """Limit replies to the length of the longest answer.
+
+        With few possible words, a long reply contains the right one by luck.
+        """
         if self._is_typed("task.max_new_tokens"):
             return
         examples = self.config.task.evaluation()
@@ -292,7 +306,14 @@ class FitToModel:
     # Items
 
     def _fit_items(self, examples: Sequence[Example]) -> None:
-        """Put fewer items into a prompt, or simpler ones where few fit or the tokenizer does not spell them."""
+        """Put fewer items into a prompt, or simpler ones where few fit or the tokenizer does not know their words.
+
+        Args:
+            examples: The longest prompts of the task.
+
+        Raises:
+            UserError: Not even two of the simplest items fit, or the tokenizer does not know the words.
+        """
         task: Any = self.config.task
         unknown_share = _unknown_share(self.reader, examples[-1].prompt)
         spelt = unknown_share < MAX_UNKNOWN_SHARE
@@ -318,13 +339,17 @@ class FitToModel:
         self._need_spelt(examples)
         if refuses:
             self._reduce_items(task, num_fitting)
-            now: Any = self.config.task
-            if now.items != task.items:
+            new_task: Any = self.config.task
+            if new_task.items != task.items:
                 # Prompts of that size vary in their own way.
-                self._fit_items(_longest_examples(now))
+                self._fit_items(_longest_examples(new_task))
 
     def _reduce_items(self, task: GoldPositionTask, num_fitting: int) -> None:
-        """Put at most ``num_fitting`` items into a prompt."""
+        """Put at most ``num_fitting`` items into a prompt, and move gold positions that would lie outside.
+
+        Raises:
+            UserError: Fewer than two items fit.
+        """
         if num_fitting < 2:
             name = self.reader.name
             allowed = f"a model whose window holds two items of {task.name}: {self._window_reason}"
@@ -342,22 +367,32 @@ class FitToModel:
             for name in dict.fromkeys(fields)
             if getattr(task, name) > num_fitting
         }
-        moved = self._positions_in_fewer_items(task, values)
-        self._change("task", values | moved, self._window_reason)
-        now: Any = self.config.task
-        num_positions = len(now.gold_positions)
-        if num_positions < len(now.positions):
+        moved_positions = self._positions_in_fewer_items(task, values)
+        self._change("task", values | moved_positions, self._window_reason)
+        new_task: Any = self.config.task
+        num_positions = len(new_task.gold_positions)
+        # Positions in per cent may fall on the same item of a shorter prompt.
+        if num_positions < len(new_task.positions):
             self.adjustments["task.positions"] = Adjustment(
-                len(now.positions),
+                len(new_task.positions),
                 f"{num_positions} different ones",
-                f"with {now.items} {evaluation_items}",
+                f"with {new_task.items} {evaluation_items}",
             )
 
     def _positions_in_fewer_items(
         self, task: GoldPositionTask, sizes: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Gold positions, not typed, that lie outside of prompts of these sizes, moved to the same places inside."""
+        """Move gold positions that lie outside smaller prompts to the same relative depth inside.
+
+        Args:
+            task: The task.
+            sizes: New number of items by field of the task.
+
+        Returns:
+            New positions by field of the task, ``positions`` and ``calibration_positions``; typed ones are left out.
+        """
         moved: dict[str, Any] = {}
+        # ``task.sizes`` names the field of the number of items for evaluation, then for calibration.
         keys = ("positions", "calibration_positions")
         for key, size_key in zip(keys, task.sizes, strict=True):
             positions = getattr(task, key) or ()
@@ -373,7 +408,12 @@ class FitToModel:
     def _num_fitting_items(
         self, task: GoldPositionTask, examples: Sequence[Example]
     ) -> int:
-        """Items per prompt that fit, by the tokens of items and of all else in the longest prompts."""
+        """Return how many items fit into a prompt beside its instructions and the reply; 0 if not even one does.
+
+        Args:
+            task: The task.
+            examples: Its longest prompts; their tokens are split into those of items and all others.
+        """
         prompts = [encode_untruncated(self.reader, example) for example in examples]
         num_items = len(examples[0].items)
         asked = self._rewritten(examples)
@@ -393,6 +433,7 @@ class FitToModel:
         max_items = max(getattr(task, name) for name in task.sizes)
         for count in range(max_items, 0, -1):
             # If the size is given, a tight fit must still run.
+            # Other prompts vary in length, so some tokens stay free.
             slack = 0.0
             if not is_given:
                 slack = SLACK_DEVIATIONS * deviation * math.sqrt(count / num_items)
@@ -411,7 +452,11 @@ class FitToModel:
     # Text
 
     def _need_spelt(self, examples: Sequence[Example]) -> None:
-        """Refuse prompts that the tokenizer does not spell."""
+        """Refuse prompts of which a large share are tokens unknown to the tokenizer.
+
+        Raises:
+            UserError: Names the worst prompt and some of its unknown words.
+        """
         reader = self.reader
         worst = max(examples, key=lambda e: _unknown_share(reader, e.prompt))
         share = _unknown_share(reader, worst.prompt)
@@ -441,9 +486,16 @@ def _growth(lengths: Sequence[int], rewritten_lengths: Sequence[int]) -> float:
 
 
 def _tokens_beside_items(example: Example, prompt: Encoded, num_items: int) -> float:
-    """Tokens of a prompt that belong to no item: its length without the mean length of an item for each."""
+    """Return the tokens of a prompt that belong to no item: its length without the mean length of an item for each.
+
+    Args:
+        example: The example, with the spans of its items in characters.
+        prompt: Its tokens and their offsets in characters.
+        num_items: Number of its items.
+    """
     second_item = example.items[min(1, num_items - 1)][0]
     last_item = example.items[-1][0]
+    # The first and the last item are left out, as text before or after may share their tokens.
     inner_tokens = sum(second_item <= start < last_item for start, _ in prompt.offsets)
     item_tokens = inner_tokens / max(num_items - 2, 1)
     if not item_tokens:
@@ -461,11 +513,16 @@ def _unknown_share(encoder: Encoder, text: str) -> float:
 
 
 def _unknown_words(encoder: Encoder, text: str) -> list[str]:
-    """The unknown parts of a text, each once; empty where the tokenizer gives no offsets."""
+    """Return the parts of a text whose tokens are unknown to the tokenizer, each once.
+
+    It is empty where the tokenizer gives no offsets.
+    """
     tokenizer = encoder.need_tokenizer()
+    # Only a fast tokenizer says which characters a token covers.
     if not tokenizer.is_fast:
         return []
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # A mark for each character: 1 if its token is unknown.
     marks = ["0"] * len(text)
     for token, (start, end) in zip(
         encoded["input_ids"], encoded["offset_mapping"], strict=True

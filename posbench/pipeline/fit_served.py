@@ -53,26 +53,38 @@ def fit_to_server(
 def _fit(
     config: Config, asks_calibration: bool, faults: Faults
 ) -> tuple[FitToModel, list[str]]:
-    """Fit a run to the tokenizer, or without one to the window; also return which prompts do not fit, in words."""
+    """Fit a run's prompts to a served model: by its tokenizer, or without one by characters.
+
+    Args:
+        config: The run.
+        asks_calibration: Whether calibration prompts are asked in addition to the prompts of the stages.
+        faults: Collects settings that do not fit.
+
+    Returns:
+        The fitted run, and a sentence for each kind of prompt that may not fit.
+    """
     # A served model's tokenizer replaces a checkpoint.
     reader: Any = text_encoder(config.model)
     fit = FitToModel(config, reader, asks_calibration)
-    notes: list[str] = []
+    misfits: list[str] = []
     if fit.reader.tokenizer:
         fit.fit_to_tokenizer(faults)
-        return fit, notes
+        return fit, misfits
     with faults.collecting():
         fit.leave_prompts_uncut()
     with faults.collecting():
-        notes = _fit_to_window(fit, fit.reader)
-    return fit, notes
+        misfits = _fit_to_window(fit, fit.reader)
+    return fit, misfits
 
 
 def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
-    """Fit prompts to the window of a server whose tokenizer is not known; return the misfits, in words.
+    """Fit prompts to the window of a server whose tokenizer is not known, by characters.
+
+    Returns:
+        A sentence for each kind of prompt that does not fit; none without a window or a measured density of tokens.
 
     Raises:
-        UserError: A typed setting does not fit.
+        UserError: A typed setting does not fit, or the server would cut long prompts without an error.
     """
     server = fit.config.server
     if server is None or encoder.context_window >= NO_WINDOW:
@@ -81,6 +93,7 @@ def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
     is_cut = delivery is not None and delivery.limit is not None
     per_character = server.tokens_per_character
     overhead = server.overhead_tokens
+    # Without a measurement, an assumption protects from cut prompts.
     if is_cut and per_character is None:
         per_character = ASSUMED_TOKENS_PER_CHARACTER
     if per_character is None:
@@ -95,7 +108,7 @@ def _fit_to_window(fit: FitToModel, encoder: Encoder) -> list[str]:
 
 
 def _blame_server(faults: Faults, config: Config) -> None:
-    """Add to each fault that the server reads only a part of long prompts."""
+    """Add to each fault that the server reads only a part of long prompts, and how to change that."""
     delivery = str(config.server.delivery) if config.server else ""
     blamed = []
     for error in faults.found:

@@ -81,7 +81,7 @@ SHOWN_DIGITS = 12
 
 
 def input_sources(config: Config) -> list[sources.Source]:
-    """Return the files that a run reads, for checkpoint, data, method, search and study."""
+    """Return all files that a run reads: checkpoint, data, and those of methods, search, study and backend."""
     needed: list[sources.Source] = []
     if config.uses_model:
         needed += config.model.files
@@ -127,6 +127,9 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         config: The run.
         read: Contents of its files, by :func:`run_contents`.
 
+    Returns:
+        Names, versions and digests by key; two runs with equal ones compute the same numbers.
+
     Raises:
         UserError: The method's constants come from a run of other weights.
     """
@@ -139,6 +142,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         "transformers": version("transformers"),
     }
     if config.uses_model and not config.model.in_process:
+        # Nothing is computed on this machine.
         return facts | model_identity(config, read)
     # A login node may lack the jobs' hardware.
     if runtime.device == "auto":
@@ -246,7 +250,7 @@ def run_name(
 
 
 def _classes(config: Config) -> list[type]:
-    """The classes that take part, the user's own among them."""
+    """Return the classes of methods, backend, task, search and study of a run, also the user's own."""
     classes: list[type] = [*config.choice.classes]
     classes += [choice.cls for choice in config.all_methods.values()]
     if config.uses_model and not config.model.in_process:
@@ -297,7 +301,7 @@ def _is_ours(module: str) -> bool:
 
 @cache
 def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
-    """The code of posbench that moves numbers of runs with these modules, by its path in the package.
+    """Return path (in the package) and text of posbench's code that moves numbers of runs with these modules.
 
     Read once per process, at the first call.
 
@@ -320,6 +324,7 @@ def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
         if file in seen:
             continue
         seen.add(file)
+        # Other packages (pages, lists) move no number; what they import does not count.
         if not any(file.is_relative_to(folder) for folder in counted_folders):
             continue
         modules.add(file)
@@ -341,7 +346,11 @@ def _code_of(file: Path) -> SourceCode:
 
 
 def _files_of_module(name: str) -> list[Path]:
-    """The file of one of posbench's modules, and the ``__init__`` files of the packages around it."""
+    """Return the file of one of posbench's modules, and the ``__init__`` files of the packages around it.
+
+    Args:
+        name: Dotted name of the module.
+    """
     folder = paths.PACKAGE
     files = []
     for part in name.split(".")[1:]:
@@ -351,7 +360,10 @@ def _files_of_module(name: str) -> list[Path]:
 
 
 def _data_files(modules: Iterable[Path]) -> set[Path]:
-    """Data files of modules: files with a module's own name, and files without a module of that name."""
+    """Return the data files that modules may read from their folders.
+
+    Those are files named like one of the modules, and files (also in data folders below) named like no module at all.
+    """
     modules = set(modules)
     data_files = set[Path]()
     for folder in {module.parent for module in modules}:
@@ -363,6 +375,7 @@ def _data_files(modules: Iterable[Path]) -> set[Path]:
             if file.suffix not in DATA_SUFFIXES or paths.MODELS in file.parents:
                 continue
             module = file.with_suffix(".py")
+            # A file named like a module that does not take part belongs to that module.
             if module in modules or not module.exists():
                 data_files.add(file)
     return data_files
@@ -395,6 +408,7 @@ def provenance(
         "identity": dict(run_identity),
         "files": [content.fact for content in read],
     }
+    # A method that was taken from another run.
     if config.constants:
         facts["constants"] = {
             constants.method: {
@@ -458,7 +472,10 @@ def need_same_contents(
 
 
 def _git_commit() -> str | None:
-    """Commit of the checkout this runs from, marked when it has changes; None for an installed wheel."""
+    """Return the commit of the checkout this runs from, with ``-dirty`` where it has changes.
+
+    None for an installed wheel, or where git gives no answer.
+    """
     checkout = paths.PACKAGE.parent
     if not (checkout / ".git").exists():
         return None

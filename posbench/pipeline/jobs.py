@@ -76,10 +76,10 @@ def log_folder(outputs: Path, submission: str) -> Path:
 
 
 def submissions(folder: Path) -> list[Submission]:
-    """Return the times that a run was submitted, the last one last.
+    """Return the record of each ``posbench submit`` of a run, oldest first; empty if there was none.
 
     Raises:
-        UserError: Their file is damaged.
+        UserError: The file is damaged.
     """
     file = folder / SUBMITTED
     if not file.is_file():
@@ -136,7 +136,10 @@ Queue = set[tuple[str, int]] | None
 
 
 def queued_jobs() -> Queue:
-    """Return this user's jobs that Slurm has: waiting, running, or ending."""
+    """Return name and array number of this user's jobs in Slurm: waiting, running, or ending.
+
+    None where Slurm is not installed or does not answer.
+    """
     if not shutil.which("squeue"):
         return None
     user = f"--user={getpass.getuser()}"
@@ -201,11 +204,17 @@ def run_state(folder: Path, queued: Queue) -> tuple[JobState, str]:
 
 
 def _has_jobs(submission: Submission, queued: Queue) -> bool | None:
-    """Whether a job of a submission runs or waits; None where that cannot be known."""
+    """Whether a job of a submission runs or waits; None where that cannot be known.
+
+    Args:
+        submission: Processes of this machine, or array jobs of Slurm.
+        queued: Jobs in Slurm's queue, from :func:`queued_jobs`.
+    """
     if submission.kind == "local":
         return any(is_alive(pid, start) for pid, start in submission.pids)
     if queued is None:
         return None
+    # The run needed no jobs.
     if submission.first is None:
         return False
     numbers = range(submission.first, submission.first + submission.shards)
@@ -235,23 +244,26 @@ def last_line(folder: Path, submission: Submission, shards: Sequence[int]) -> st
         (file for file in sorted(files) if file.is_file()),
         key=lambda file: file.stat().st_mtime,
     )
-    last_line = ""
+    newest_line = ""
     for file in existing:
         for line in file.read_text(errors="replace").splitlines():
             if line.strip() and not line.startswith(LAUNCHER_PREFIXES):
-                last_line = line
-    return last_line
+                newest_line = line
+    return newest_line
 
 
 def runs_by_submission(
     folders: Sequence[Path],
 ) -> dict[str, list[tuple[Submission, Path]]]:
-    """Return the runs of each submission, in their order, by its id."""
+    """Return for each ``posbench submit`` its runs, by its id.
+
+    Each run is a pair of its record of that submission and its folder, in the order of submission.
+    """
     by_id = dict[str, list[tuple[Submission, Path]]]()
     for folder in folders:
         for submission in submissions(folder):
             by_id.setdefault(submission.id, []).append((submission, folder))
     return {
-        name: sorted(members, key=lambda member: member[0].number)
-        for name, members in sorted(by_id.items())
+        name: sorted(runs, key=lambda run: run[0].number)
+        for name, runs in sorted(by_id.items())
     }

@@ -77,6 +77,7 @@ def compose_jobs(request: Request) -> list[DictConfig]:
                 config.hydra.overrides.task = [o for o in job if not _is_hydra_key(o)]
             return config
 
+        # Keys of hydra.sweeper.params, which Hydra's own sweeper would read.
         swept = list[str]()
         if not request.multirun:
             config = compose_job(0, request.overrides)
@@ -92,7 +93,13 @@ def compose_jobs(request: Request) -> list[DictConfig]:
 
 
 def _split(parser: OverridesParser, overrides: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of each job of a sweep, in the order of Hydra's basic sweeper; of a key the last one counts."""
+    """Return the overrides of each job of a sweep, in the order of Hydra's basic sweeper.
+
+    If a key is given twice, the last one counts.
+
+    Raises:
+        HydraException: A sweep is not over a list of values.
+    """
     values = dict[str, list[str]]()
     for override in parser.parse_overrides(list(overrides)):
         key = override.get_key_element()
@@ -121,7 +128,7 @@ def _is_hydra_key(override: str) -> bool:
 
 @contextmanager
 def _hydra_of(request: Request) -> Iterator[tuple[OverridesParser, list[str]]]:
-    """Hydra's Compose API on the folders of a request.
+    """Initialise Hydra's Compose API on the config folders of a request, for a block.
 
     Yields:
         Its parser, and the override that names all folders but the first.
@@ -184,7 +191,7 @@ def call_hydra(
 
 @contextmanager
 def _text_help() -> Iterator[None]:
-    """Let ``hydra.main``, the only public way to its launchers, make its parser of flags on Python 3.14.
+    """Let ``hydra.main``, the only public way to its launchers, make its parser of flags on Python 3.14, for a block.
 
     argparse of Python 3.14 looks into each help text when it is given; Hydra 1.3 gives one that becomes text only
     when it is printed.
@@ -207,9 +214,9 @@ def _text_help() -> Iterator[None]:
 
 @contextmanager
 def launch_folder(outputs: str) -> Iterator[Path]:
-    """Make the folder of a launched sweep, and remove it unless one of the jobs failed.
+    """Make the folder in which jobs of a launched sweep leave their records; remove it unless one of them failed.
 
-    Records and the launcher's logs lie under the outputs, as jobs may run on other machines.
+    It lies under the outputs, as jobs may run on other machines.
     """
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     folder = Path(outputs).expanduser().absolute() / ".sweeps" / name
@@ -229,7 +236,14 @@ def write_record(folder: Path, number: int, record: Record) -> None:
 def record_lost_job(
     folder: Path, number: int, overrides: Sequence[str], error: Exception
 ) -> None:
-    """Leave a record of a launched job that left none itself."""
+    """Write the record of a launched job that ended without writing one.
+
+    Args:
+        folder: Folder of the sweep, see :func:`launch_folder`.
+        number: Index of the job.
+        overrides: Overrides of the job.
+        error: What the launcher raised.
+    """
     if (folder / f"job-{number:05d}.json").is_file():
         return
     reason = " ".join(str(error).split())[:MAX_ERROR_LENGTH] or type(error).__name__
@@ -248,7 +262,12 @@ def new_record(overrides: Sequence[str], multirun: bool) -> Record:
 
 
 def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return overrides with their keys, checkpoints, lists of methods and runs that methods come from, as typed."""
+    """Return overrides as the user typed them.
+
+    Args:
+        request: Knows the typed form of keys, checkpoints, lists of methods, and runs that methods come from.
+        overrides: Overrides as Hydra got them.
+    """
     as_typed = []
     for override in overrides:
         key, sign, value = override.partition("=")

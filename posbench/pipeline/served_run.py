@@ -24,7 +24,11 @@ PROBE_ENTRY = "probe"
 
 
 def spending(config: Config, run: Run) -> Spending:
-    """The spending of a served run so far, killed sessions included, and its limit."""
+    """Return what a served run has spent so far, killed sessions and the probe included, and its limit.
+
+    Returns:
+        The spending, with the expected cost of a question in the unit of the budget (tokens or US dollars).
+    """
     rows = run.out.rows_without_error(PREDICTIONS)
     stage = "study" if config.study else EVALUATE_STAGE
     recorded = run.out.status().get("spent", {}).get(stage, {})
@@ -39,6 +43,7 @@ def spending(config: Config, run: Run) -> Spending:
     price = run.model.price
     recorded_usd = recorded.get("usd", 0.0)
     usd = max(price_of(read, written, price) or 0.0, recorded_usd)
+    # Costs of a killed session, which its rows show, are added to the record.
     if usd > recorded_usd:
         run.out.spend(stage, {"usd": usd - recorded_usd}, {})
     probe = _record_probe(config, run)
@@ -53,7 +58,11 @@ def spending(config: Config, run: Run) -> Spending:
 
 
 def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
-    """Record the tokens of probing the server before this session; return the total of all sessions."""
+    """Record the tokens that probing the server took in this session.
+
+    Returns:
+        ``prompt_tokens``, ``reply_tokens`` and ``usd`` of the probes of all sessions.
+    """
     server = config.server
     if server and server.tokens_read:
         read, written = server.tokens_read, server.tokens_written
@@ -91,7 +100,11 @@ def announce_cost(config: Config, run: Run, made: int) -> None:
 
 
 def check_backend(config: Config, run: Run) -> dict[str, Any]:
-    """Check a backend, print the findings, and return them for the record."""
+    """Check that a backend can answer the task, and print what is known about it.
+
+    Returns:
+        The findings, for the run's provenance.
+    """
     backend = run.backend
     backend.check(any(example.choices for example in run.evaluation))
     facts: dict[str, Any] = {
@@ -104,7 +117,16 @@ def check_backend(config: Config, run: Run) -> dict[str, Any]:
 
 
 def _describe_server(config: Config, run: Run, endpoint: Endpoint) -> str:
-    """Print a server's properties, and compare it with its checkpoint; return the findings."""
+    """Print a server's properties, and compare a few of its replies with its checkpoint's.
+
+    Args:
+        config: The run, with a served model.
+        run: The same run: its console, and the tokenizer.
+        endpoint: The server.
+
+    Returns:
+        The sentence on the comparison.
+    """
     models = [model.id for model in endpoint.models()]
     name = config.model.server_name
     if models and name not in models:

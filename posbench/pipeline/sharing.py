@@ -71,6 +71,7 @@ def run_together(
                     continue
                 out.resume(config.stages, config.raw, claimed.facts)
                 lm = claimed.run.lm
+                # The search gives the method its constants, which the rows need.
                 if "search" in config.stages:
                     _search(config, claimed.run)
                 claimed_runs.append(claimed)
@@ -92,7 +93,13 @@ def _search(config: Config, run: Run) -> None:
 
 
 def _fill_rows(config: Config, runs: Sequence[Run], console: Console) -> None:
-    """Make the rows of all runs; the first one shows progress, and is charged for it."""
+    """Make the rows of all runs, stage by stage.
+
+    Args:
+        config: Config of one of them; they differ in their methods alone.
+        runs: The runs; the first one shows progress, and is charged for the time.
+        console: Where progress goes.
+    """
     first = runs[0]
     first.console = console
     title = f"{len(runs)} runs that differ in their methods alone"
@@ -104,9 +111,9 @@ def _fill_rows(config: Config, runs: Sequence[Run], console: Console) -> None:
 
 
 def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
-    """Group the jobs of a sweep that :func:`run_together` serves.
+    """Group the unfinished jobs of a sweep that differ in their methods alone, so that they share prefills.
 
-    These are unfinished runs that differ in their methods alone, where methods can share a prompt's prefill.
+    Jobs without such a partner are left out. :func:`run_together` makes the rows of a group.
     """
     groups = dict[str, list[Config]]()
     for config in configs:
@@ -127,7 +134,7 @@ def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
 
 
 def _may_share(config: Config) -> bool:
-    """Whether one process makes rows of a local model with shared prefills, and no study runs."""
+    """Whether :func:`run_together` can make a run's rows: a local model, one process, shared prefills, no study."""
     stages = set(config.stages)
     only_row_stages = stages <= {*ROW_STAGES, "search", "report"}
     local_model = config.uses_model and config.model.in_process
@@ -143,7 +150,12 @@ def make_shard(
 ) -> tuple[RunDir, LM | None]:
     """Make a shard of the rows of a run that other processes may own, in a folder of its own.
 
-    One that a file changed under is made anew.
+    Rows that were made while a file changed are made anew.
+
+    Args:
+        config: The checked config.
+        shard: The shard.
+        console: Where progress goes.
 
     Returns:
         The run's folder, and the model where it was needed.
@@ -169,12 +181,15 @@ def make_shard(
     run.shard = shard
     run.out.path.mkdir(parents=True, exist_ok=True)
     with owning(run.out.path):
+        # The stages whose rows can be divided among processes.
         row_stages = {stage: stage_module(stage) for stage in ROW_STAGES}
         if run.out.status()["state"] == MIXED:
             for name in (STATUS, *(module.FILE for module in row_stages.values())):
                 (run.out.path / name).unlink(missing_ok=True)
+        # The search ran in the process that owns the run.
         run.method.use(read_found_parameters(main_out))
         status = run.out.status()
+        # Merging adds these machines to the run's provenance.
         machines = [*status.get(HARDWARE, []), describe_hardware()]
         run.out.write_facts(STATUS, {**status, HARDWARE: list(dict.fromkeys(machines))})
         for stage, module in row_stages.items():

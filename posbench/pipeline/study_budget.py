@@ -95,9 +95,9 @@ class StudyChooser:
         return UserError("budget", text, allowed, hint)
 
     def settings_for(self, count: int) -> dict[str, int]:
-        """Return the sizes of the study, lowered in proportion so that the first one is ``count``.
+        """Return the sizes of the study by config key, lowered in proportion so that the first one is ``count``.
 
-        Sizes that stay as they are, are left out.
+        Sizes that keep their configured value are left out.
         """
         assert self.config.study is not None
         smallest = self.config.study.smallest
@@ -140,7 +140,15 @@ class StudyChooser:
     def choose(
         self, price: Price, available: float
     ) -> tuple[dict[str, Any], int] | None:
-        """Return the settings of the task and the count that fit, see :func:`posbench.pipeline.budget.choose`."""
+        """Return the largest sizes that fit into a budget.
+
+        Args:
+            price: Cost of work in the budget's unit.
+            available: What may be spent, in that unit.
+
+        Returns:
+            Settings of the task by config key, and the first size of the study; None if nothing fits.
+        """
         return choose(
             self.options(),
             lambda option, count: self.cost(option, count, price),
@@ -175,6 +183,7 @@ def plan_study(
     """
     budget = config.budget
     assert budget is not None
+    # Prompts, tokens or money: no time has to be measured.
     if budget.seconds is None:
         chooser = StudyChooser(config, reader)
         price = counted_price(config)
@@ -208,7 +217,9 @@ def plan_study(
             raise _too_small(config, needed, suggested_budget(seconds))
         return chosen
 
+    # First with an assumed ratio, then with that of a trial.
     chosen = choose_within(seconds_spent(), FIRST_TIME_RATIO)
+    # The trial itself takes time, which is then no longer available.
     factor = _measure_factor(chooser, chosen, reading_seconds, run)
     spent = seconds_spent()
     chosen = choose_within(spent, factor)
@@ -228,18 +239,20 @@ def plan_study(
 
 
 def describe_long_study(config: Config, run: Run) -> str:
-    """Return that a study takes more than an hour on this machine, and a budget that would do; empty if it does not.
+    """Return a line that a study takes more than an hour on this machine, and names a budget that shortens it.
 
-    Empty also for a study that does not know its work in advance.
+    It is empty for shorter studies, and for one that does not know its work in advance.
 
     Args:
         config: The run.
         run: The same run, its model loaded.
     """
+    # Such studies have no sizes that could be lowered, or no model to time.
     if not config.study or not config.study.smallest or not config.uses_model:
         return ""
     reader, speed, costs = probe_speed(config, run)
 
+    # A study times more than its forward passes: that much longer, as long as it was never timed itself.
     def seconds_of(work: WorkEstimate) -> float:
         return FIRST_TIME_RATIO * speed.seconds(costs, work)
 
@@ -249,10 +262,13 @@ def describe_long_study(config: Config, run: Run) -> str:
         return ""
     line = f"this study takes about {duration(seconds)} on this machine"
     for text in SUGGESTED_BUDGETS:
+        # Speeds vary: a plan keeps a part of the budget.
         total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
         if total >= seconds:
             return f"{line}; budget={text} holds all of it"
         chosen = chooser.choose(seconds_of, total)
+        # A budget that leaves a handful of questions would be no good advice.
+        # A pair: settings of the task, and the study's first size.
         if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
             sizes = spelled({**chosen[0], **chooser.settings_for(chosen[1])})
             return f"{line}; budget={text} chooses smaller sizes, about {sizes}"
@@ -269,16 +285,16 @@ def _measure_factor(
 
     Args:
         chooser: The sizes.
-        chosen: The choice without a trial; no trial is larger.
+        chosen: Settings of the task, and the study's first size, chosen without a trial; no trial is larger.
         reading_seconds: The time of reading.
         run: A run with the loaded model.
     """
     assert chooser.config.budget is not None and chooser.config.budget.seconds
     budget = chooser.config.budget.seconds
-    option, most = chosen
+    option, largest_count = chosen
     trials = 0.0
     factor = 1.0
-    for count in _trial_counts(chooser, most):
+    for count in _trial_counts(chooser, largest_count):
         seconds = _time_study(chooser.config_for(option, count), run)
         trials += seconds
         factor = seconds / chooser.cost(option, count, reading_seconds)
@@ -291,7 +307,10 @@ def _measure_factor(
 
 
 def _trial_counts(chooser: StudyChooser, most: int) -> Iterator[int]:
-    """Counts to try, each about twice the one before, ``most`` at the end."""
+    """Yield values of the study's first size to time, each about twice the one before, ``most`` at the end.
+
+    Values that lead to the same sizes as the one before are skipped.
+    """
     count = 1
     while True:
         yield count
@@ -304,7 +323,7 @@ def _trial_counts(chooser: StudyChooser, most: int) -> Iterator[int]:
 
 
 def _time_study(config: Config, run: Run) -> float:
-    """Return the seconds of a study in a folder that is thrown away."""
+    """Measure the seconds that a study takes at the sizes of a config, in a folder that is thrown away."""
     with tempfile.TemporaryDirectory(prefix="posbench-trial-") as name:
         folder = Path(name)
         trial = build_run(config, Console(quiet=True))
@@ -325,11 +344,11 @@ def _time_study(config: Config, run: Run) -> float:
 def _plan(
     chooser: StudyChooser, chosen: tuple[dict[str, Any], int], seconds: float | None
 ) -> BudgetPlan:
-    """The plan of a choice.
+    """Return the plan of a choice.
 
     Args:
         chooser: The sizes.
-        chosen: Settings of the task, and the count.
+        chosen: Settings of the task, and the study's first size.
         seconds: Time of the run as a whole; None: no time was measured.
     """
     config = chooser.config

@@ -78,7 +78,7 @@ class Result:
 
     @cached_property
     def scores(self) -> Scores | None:
-        """Its scores in the order for readers; None if it has none."""
+        """Table of scores for readers and the sentence on them; None for a run or sweep without scores."""
         metrics = self.metrics
         if metrics is None:
             return None
@@ -88,6 +88,7 @@ class Result:
             return Scores(table.drop(columns="run", errors="ignore"), sentence)
         header, rows = tables.position_table(metrics)
         table = self._with_run(pd.DataFrame(rows, columns=header))
+        # The sentence says it where a server did not read all prompts whole.
         delivery = open_run_dir(self.folder).facts(PROVENANCE).get("delivery")
         return Scores(table, headline(metrics, delivery))
 
@@ -140,7 +141,7 @@ class Entry:
 
     @cached_property
     def runs(self) -> list[RunDir]:
-        """The single runs behind the results."""
+        """The folders of the single runs behind the results; of a sweep, those of its jobs."""
         folders: list[Path] = []
         for result in self.results:
             folders += sweep_runs(result.folder) if result.is_sweep else [result.folder]
@@ -150,7 +151,10 @@ class Entry:
 
     @cached_property
     def experiment(self) -> Mapping[str, Any]:
-        """The experiment's title, paper, covers and claims; empty without one."""
+        """The block ``experiment`` of the newest run's config, else of its YAML: title, paper, claims, figures to show.
+
+        It is empty for runs that belong to no experiment.
+        """
         file = paths.find_choice("experiment", self.name)
         if self.runs:
             config = self.runs[0].config()
@@ -164,8 +168,9 @@ class Entry:
     def panels(self) -> list[Panel]:
         """All figures, each picture once: first those that the experiment names for its captions, in that order.
 
-        A picture that covers several captions names all of them.
+        A picture that covers several captions (parts of a paper's figure) names all of them.
         """
+        # The paper's captions by (index of the result, name of the figure).
         covers: dict[tuple[int, str], list[str]] = {}
         for item, names in (self.experiment.get("panels") or {}).items():
             for name in names:
@@ -176,6 +181,7 @@ class Entry:
         for index, result in enumerate(self.results):
             for figure in result.figures:
                 covers.setdefault((index, figure), [])
+        # Runs that differ in nothing visible draw the same bytes.
         first_with_picture: dict[bytes, tuple[int, str]] = {}
         for key, items in covers.items():
             index, figure = key
@@ -189,7 +195,12 @@ class Entry:
         ]
 
     def _find_figure(self, name: str) -> tuple[int, str] | None:
-        """Index of the result and the figure that a panel names, as ``tiny/maps``; see ``Experiment.panels``."""
+        """Find the figure that a panel names as ``tiny/maps``, label of the result and name of the figure.
+
+        Returns:
+            Index of the result and name of the figure; without a result of that label the first one with such a figure,
+            None if no result has one.
+        """
         label, _, figure = name.rpartition("/")
         with_figure = [
             index
@@ -208,7 +219,7 @@ class Entry:
 
     @cached_property
     def origin(self) -> str:
-        """Models, versions, hardware, dates, and weights of 16 bits of the runs, in one line."""
+        """Where the runs come from, in one line: models, versions, hardware, precision of the weights, and dates."""
         models = [(run.config().get("model") or {}).get("name") for run in self.runs]
         provenances = [run.facts(PROVENANCE) for run in self.runs]
         provenances = [provenance for provenance in provenances if provenance]
@@ -237,7 +248,10 @@ class Entry:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """The paper's cells that were measured, as :func:`posbench.report.paper.paper_cells` has them."""
+        """Numbers of the paper beside ours, a row each, from :func:`posbench.report.paper.paper_cells`.
+
+        It is empty where the experiment has no numbers of the paper, or none were measured.
+        """
         frames = []
         for result in self.results:
             reference = read_json(result.folder / "reference.json", Objects) or []
@@ -250,7 +264,7 @@ class Entry:
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """All findings; a sweep's own come before its runs'."""
+        """Verdicts on claims of all results, as rows of findings.csv; a sweep's own come before its runs'."""
         frames = []
         for result in self.results:
             for name in ("findings", "findings_summary"):
@@ -284,9 +298,9 @@ class Entry:
 
     @property
     def tables(self) -> dict[str, tuple[pd.DataFrame, Table]]:
-        """Its tables: the paper's cells, the claims and the scores, as far as it has them.
+        """The tables for readers by kind: ``cells`` (the paper's numbers), ``claims``, ``scores``, as far as there are.
 
-        Each is a frame with a row per number, and a table of text for readers.
+        Each is a frame with a row per number, for the CSV, and a header with rows of text, for pages.
         """
         by_kind: dict[str, tuple[pd.DataFrame, Table]] = {}
         if len(self.cells):
@@ -310,11 +324,11 @@ def _concat(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def collect_entries(folder: Path) -> list[Entry]:
-    """The newest runs of each experiment in an outputs folder, an experiment's, or one version's.
+    """Return the newest runs of each experiment below a folder: outputs, an experiment's folder, or one version's.
 
     Of each experiment: the newest version with an intact run; there the newest sweep if
     it has a page, else the runs of the newest sweep, else the newest runs. Damaged and
-    unfinished runs are named and left out.
+    unfinished runs are left out and named in the entry's ``faults``.
     """
     suites: dict[str, list[Path]] = {}
     for run in runs_in(folder):
@@ -331,7 +345,15 @@ def natural_order(name: str) -> list[Any]:
 
 
 def _newest_version(name: str, folders: Sequence[Path]) -> Entry:
-    """The entry of the newest version with something to show, with all newer faults."""
+    """Return the entry of an experiment's newest version with something to show.
+
+    Args:
+        name: The experiment.
+        folders: Folders of all its runs and sweeps, in all versions.
+
+    Returns:
+        The entry; its faults are those of this version and of all newer ones, which have nothing to show.
+    """
     versions = {folder: int(folder.parent.name[1:]) for folder in folders}
     sweeps = {
         folder: sweep_runs(folder) for folder in folders if (folder / JOBS).is_file()
@@ -369,7 +391,10 @@ class _Inspection:
                 self.faults[folder] = _fault(folder, (CONFIG,))
 
     def intact(self, folders: Iterable[Path], at_most: int | None = None) -> list[Path]:
-        """The first folders, in their order, that are finished and undamaged; later ones are not read."""
+        """Return the first ``at_most`` folders, in their order, that are finished and undamaged; all if it is None.
+
+        Faults are remembered by folder, so that each is read once; folders after the last one needed are not read.
+        """
         intact_folders: list[Path] = []
         for folder in folders:
             if len(intact_folders) == at_most:
@@ -383,7 +408,9 @@ class _Inspection:
 def _entry(
     name: str, folders: Sequence[Path], sweeps: Mapping[Path, Sequence[Path]]
 ) -> Entry:
-    """The entry of one version; only its shown runs are checked in every file.
+    """Return the entry of one version of an experiment: its newest intact sweep, else its newest runs.
+
+    Only the runs that are shown are checked in every file.
 
     Args:
         name: Name of the experiment or suite.
@@ -392,6 +419,7 @@ def _entry(
     """
     inspection = _Inspection()
     inspection.check_configs(folders)
+    # A sweep is shown rather than single runs.
     newest_sweeps = sorted(
         (folder for folder in folders if folder in sweeps),
         key=lambda folder: (folder / JOBS).stat().st_mtime,
@@ -406,6 +434,7 @@ def _entry(
         notes += _failed_jobs(jobs)
         runs = [run for run in sweeps[sweep] if (run / CONFIG).is_file()]
         inspection.check_configs(runs)
+        # A sweep of studies may have no figures of its own.
         has_page = any((sweep / "figures").glob("*.svg"))
         chosen = [sweep] if has_page else inspection.intact(runs)
     else:

@@ -79,11 +79,12 @@ class ComparedRun:
 
     @classmethod
     def of(cls, folder: Path) -> ComparedRun:
-        """Open a run.
+        """Open a run for a comparison, with the metrics of its method (of the unmodified model if it has no other).
 
         Raises:
             UserError: It is damaged, unfinished or has no scores.
         """
+        # The user typed the folder as RUN; the check calls it DIR.
         with renamed("DIR", "RUN"):
             run = open_undamaged(folder)
         metrics = read_csv(run.path / "metrics.csv")
@@ -109,7 +110,7 @@ class ComparedRun:
 
     @property
     def decoding(self) -> dict[str, str]:
-        """The settings that move a greedy reply, by name; of a served run also the server's own."""
+        """The settings that can change a greedy reply, by name; of a served run also those left to the server."""
         task = self.config.get("task") or {}
         settings = {
             f"task.{name}": override_text(to_canonical(task[name]))
@@ -132,7 +133,10 @@ class ComparedRun:
 
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
-        """Rows of its method, missing answers among them, by example, gold position and short_hash of the prompt."""
+        """Scorable rows of the run's method by example id, gold position and digest of the prompt.
+
+        Rows without an answer are among them.
+        """
         # Rows of an older version hold no short_hash of their prompt: the run's, over all
         # prompts, replaces it.
         all_prompts = self.run.read_json("prompts.json").get("questions")
@@ -194,7 +198,11 @@ def write_comparison(
 
 
 def _need_one_task(runs: Sequence[ComparedRun]) -> None:
-    """Raise `UserError` if a run has another task than the first."""
+    """Refuse runs of several tasks.
+
+    Raises:
+        UserError: A run has another task than the first.
+    """
     task = runs[0].summary.name("task")
     for run in runs:
         name = run.summary.name("task")
@@ -205,9 +213,10 @@ def _need_one_task(runs: Sequence[ComparedRun]) -> None:
 
 
 def _default_folder(runs: Sequence[ComparedRun]) -> Path:
-    """A folder for a comparison, the same for the same runs."""
+    """Return ``OUTPUTS/compare/HASHES``, the same folder for the same runs."""
     first_folder = runs[0].run.path.resolve()
     outputs = first_folder.parent
+    # A run lies in OUTPUTS/SUITE/vNNN/; one copied elsewhere is compared beside its folder.
     if re.fullmatch("v[0-9]+", first_folder.parent.name):
         outputs = first_folder.parents[2]
     hashes = [run.summary.hash for run in runs]
@@ -218,7 +227,7 @@ def _default_folder(runs: Sequence[ComparedRun]) -> Path:
 
 
 def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
-    """The runs with labels: model, method and settings if they differ, else the hash."""
+    """Return the runs with different labels: model, method and settings if they differ, else the hash."""
     several_models = len({run.model for run in runs}) > 1
     several_methods = len({run.method for run in runs}) > 1
     labels = []
@@ -252,7 +261,7 @@ def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
 
 
 def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
-    """Score and position bias of a run minus the first run's.
+    """Estimate score and position bias of a run minus the first run's.
 
     They are paired where one run asked all prompts of the other. Else they are
     differences of independent numbers, whose intervals are too wide if some prompts are
@@ -263,6 +272,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
         for each of :data:`MEASURES`.
     """
     common = [key for key in first.prompts if key in second.prompts]
+    # Few prompts in common would give a difference of those few alone.
     if not common or len(common) < min(len(first.prompts), len(second.prompts)):
         result: dict[str, Any] = {"pairs": 0}
         for measure, (metric, _) in MEASURES.items():
@@ -271,6 +281,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
     config = first.run.config("task", "runtime")
     make_importable(first.run)
     task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
+    # The tables of a run compare with its unmodified model: here the first run plays it.
     rows = [{**first.prompts[key], "method": UNMODIFIED} for key in common]
     rows += [{**second.prompts[key], "method": "other"} for key in common]
     tabulator = Tabulator(
@@ -290,7 +301,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
 def _unpaired_difference(
     first: ComparedRun, second: ComparedRun, metric: str
 ) -> Estimate | None:
-    """A metric of a run minus the first run's, as of independent samples."""
+    """Estimate a metric of the second run minus the first run's, as of independent samples; None if one lacks it."""
     minuend = _estimate(second.metrics, metric)
     subtrahend = _estimate(first.metrics, metric)
     if minuend is None or subtrahend is None:
@@ -300,7 +311,16 @@ def _unpaired_difference(
 
 
 def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
-    """Which prompts the differences of a run rest on; empty if all are paired."""
+    """Say on how many common prompts a run's differences from the first one rest.
+
+    Args:
+        first: The run that is subtracted.
+        run: The run.
+        difference: Its row of differences; ``pairs`` is the number of common prompts, 0 if they are unpaired.
+
+    Returns:
+        A sentence; empty if both runs asked the same prompts.
+    """
     common = len(first.prompts.keys() & run.prompts.keys())
     if not difference["pairs"]:
         return (
@@ -313,7 +333,7 @@ def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
 
 
 def decoding_note(first: ComparedRun, run: ComparedRun) -> str:
-    """The differences in decoding between a run and the first one; empty if none is known."""
+    """Return a sentence on decoding settings in which a run differs from the first one; empty if none is known."""
     other = run.decoding
     reasons = [
         f"{name} {other[name]} instead of {value}"
@@ -327,7 +347,12 @@ def decoding_note(first: ComparedRun, run: ComparedRun) -> str:
 
 
 def _row(run: ComparedRun, difference: Row) -> Row:
-    """A run's row of the file; the first run has no difference."""
+    """Return a run's row of ``compare.csv``: its own estimates, and those of its difference from the first run.
+
+    Args:
+        run: The run.
+        difference: Estimates by measure, and ``pairs``; empty for the first run.
+    """
     row: Row = {
         "run": run.summary.hash,
         "label": run.label,
@@ -358,6 +383,7 @@ def terminal_rows(rows: Sequence[Record]) -> list[dict[str, str]]:
 
 def _terminal_row(row: Record) -> dict[str, str]:
     # A label may end with the hash, which has a line of its own.
+    """Return the cells that a terminal shows of a row of ``compare.csv``, by their headers."""
     label = f" {row['label']}".removesuffix(f" {row['run']}").strip()
     settings = label.replace(", ", "\n")
     cells = {"run": f"{row['run']}\n{settings}".strip()}
@@ -373,9 +399,9 @@ def _terminal_row(row: Record) -> dict[str, str]:
 
 
 def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
-    """Scores over the gold position, or over subsets where prompts have none.
+    """Draw scores over the gold position, or over subsets where prompts have no gold position; None without either.
 
-    One line per run, and one for the unmodified model if it is the same in all runs.
+    There is one line per run, and one for the unmodified model if its scores are the same in all runs.
     """
     frames = []
     for run in runs:
@@ -391,6 +417,7 @@ def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     rows = pd.concat(frames, ignore_index=True)
     if len(rows_at_positions(rows)):
         figure = accuracy_by_position(rows)
+        # Runs with equal scores lie on each other.
         _widen_hidden_lines(figure)
     else:
         subset_figure = _subset_figure(runs)
@@ -415,7 +442,7 @@ def _widen_hidden_lines(figure: Figure) -> None:
 
 
 def _subset_figure(runs: Sequence[ComparedRun]) -> Figure | None:
-    """Scores over subsets; None if a run has no scores of subsets."""
+    """Draw the runs' scores of each subset; None if a run has no subsets."""
     frames = []
     for run in runs:
         subsets = read_csv(run.run.path / "subsets.csv")

@@ -92,6 +92,7 @@ def _cells(record: Record) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
+    """Return the text of a record's value for a terminal or a pipe: an empty one for None, six digits for numbers."""
     if value is None:
         return ""
     if isinstance(value, Mapping):
@@ -102,11 +103,18 @@ def _text(value: object) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
-    """A table without empty columns, at most as wide as the terminal."""
+    """Return a table without empty columns, at most as wide as the terminal.
+
+    Args:
+        title: Line above the table.
+        rows: Cells by header, the same headers in each row.
+        width: Characters of a line.
+    """
     names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     columns = [[name, *(row[name] for row in rows)] for name in names]
     num_gaps = len(columns) - 1
     gap = 2
+    # One space between columns where two would break words.
     if sum(_narrowest_widths(columns, WORD)) + gap * num_gaps > width:
         gap = 1
     fitted = fit_columns(columns, width - gap * num_gaps)
@@ -137,15 +145,15 @@ def fit_columns(
     if sum(narrowest) > width:
         narrowest = [_longest_part(column, word) for column in columns]
     widest = [max(map(line_length, column), default=0) for column in columns]
-    room = max(width - sum(narrowest), 0)
+    free_width = max(width - sum(narrowest), 0)
     widths = list(narrowest)
     # Width that one column does not need goes to the others.
     by_need = sorted(range(len(columns)), key=lambda i: widest[i] - narrowest[i])
     for count, i in enumerate(by_need):
-        share = room // (len(by_need) - count)
+        share = free_width // (len(by_need) - count)
         extra = min(max(widest[i] - narrowest[i], 0), share)
         widths[i] += extra
-        room -= extra
+        free_width -= extra
     return [
         [_break_lines(cell, column_width, word) for cell in column]
         for column, column_width in zip(columns, widths, strict=True)
@@ -160,7 +168,12 @@ def line_length(text: str) -> int:
 def _narrowest_widths(
     columns: Sequence[Sequence[str]], word: re.Pattern[str]
 ) -> list[int]:
-    """Widths of columns whose names are broken, but in the first column."""
+    """Return the least width of each column: the longest name in the first, the longest part of a name in the others.
+
+    Args:
+        columns: Cells of each column.
+        word: Pattern of a name.
+    """
     if not columns:
         return []
     names = [len(name) for cell in columns[0] for name in word.findall(cell)]
@@ -176,7 +189,13 @@ def _longest_part(column: Sequence[str], word: re.Pattern[str]) -> int:
 
 
 def _break_lines(text: str, width: int, word: re.Pattern[str]) -> str:
-    """A text in lines of a width; a name is broken only where it does not fit into a line."""
+    """Break a text into lines of at most ``width`` characters.
+
+    Args:
+        text: The text; its own line breaks stay.
+        width: Characters of a line.
+        word: Matches what is kept whole; a longer one is broken where ``NAME_PART`` separates its parts.
+    """
     lines = []
     for whole_line in text.split("\n"):
         line = ""

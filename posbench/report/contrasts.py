@@ -67,36 +67,42 @@ def judge_contrasts(runs: Runs, varied: Collection[str]) -> pd.DataFrame:
 
 
 def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
-    """The verdict on a contrast in the runs of one model; None where they lack a setting."""
+    """Return the verdict on a contrast in the runs of one model; None where they lack one of its settings.
+
+    Args:
+        contrast: Settings of a sweep of which some are claimed to score better than, or the same as, others.
+        runs: Settings and folders of the runs.
+    """
     pairs = list(combinations(contrast.equal, 2))
     for setting in (*contrast.better, *contrast.not_better):
         pairs.append((setting, contrast.than))
-    names = sorted({name for pair in pairs for name in pair})
-    scores: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
-    unmodified: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
-    lacking = set[str]()
-    key = _key_of_settings(names, runs)
+    settings = sorted({name for pair in pairs for name in pair})
+    scores: dict[str, list[pd.DataFrame]] = {name: [] for name in settings}
+    unmodified: dict[str, list[pd.DataFrame]] = {name: [] for name in settings}
+    without_answers = set[str]()
+    key = _key_of_settings(settings, runs)
     if key is None:
         return None
     # Where other keys were swept, too, settings are compared under each of their values.
     for index, folder_of in enumerate(_runs_by_other_keys(key, runs)):
         # Every run has the unmodified model's scores.
         folder_of.setdefault(UNMODIFIED, next(iter(folder_of.values())))
-        if not folder_of.keys() >= set(names):
+        if not folder_of.keys() >= set(settings):
             continue
-        for name in names:
+        for name in settings:
             table = _read_scores(name, folder_of[name])
             scores[name].append(_in_group(table, index))
             base = _read_scores(UNMODIFIED, folder_of[name])
             unmodified[name].append(_in_group(base, index))
             if _lacks_answers(name, folder_of[name]):
-                lacking.add(name)
+                without_answers.add(name)
     if not all(scores.values()):
         return None
     tables = {name: pd.concat(of_name) for name, of_name in scores.items()}
+    # A setting that changes no reply (a method that does nothing here) can neither win nor lose.
     inert = {
         name: _inert_note(name, tables[name], pd.concat(unmodified[name]))
-        for name in names
+        for name in settings
         if name != UNMODIFIED
     }
     parts = []
@@ -104,11 +110,12 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
         points = _difference(tables[first], tables[second])
         statistic = f"{first} minus {second}, points of the average"
         part = _bounded(contrast, statistic, points)
+        # The two settings have no prompt in common.
         if not points.n:
             part = part.not_testable(NO_COMMON_PROMPTS)
-        elif first in lacking or second in lacking:
+        elif first in without_answers or second in without_answers:
             part = part.not_testable(
-                f"{outcomes.PROBLEM} under {', '.join(sorted(lacking))}"
+                f"{outcomes.PROBLEM} under {', '.join(sorted(without_answers))}"
             )
         elif all(inert.get(name, "unmodified") for name in (first, second)):
             notes = [inert[name] for name in (first, second) if name in inert]
@@ -121,7 +128,13 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
 
 
 def _bounded(contrast: Contrast, statistic: str, points: bootstrap.Estimate) -> Finding:
-    """The verdict on one pair of settings by their difference in points."""
+    """Return the verdict on one pair of settings by the difference of their scores.
+
+    Args:
+        contrast: Claims one better, not better, or equal.
+        statistic: What the difference is, in words.
+        points: The difference, in points.
+    """
     claim = contrast.claim
     if contrast.better:
         return Finding.above(claim, statistic, points, SMALLEST_POINTS)
@@ -131,7 +144,12 @@ def _bounded(contrast: Contrast, statistic: str, points: bootstrap.Estimate) -> 
 
 
 def _key_of_settings(names: Collection[str], runs: Runs) -> str | None:
-    """The swept key that has all the named settings among its values; None where none does."""
+    """Return the swept key that has all the named settings among its values; None if no key has.
+
+    Args:
+        names: Settings that a contrast compares; the unmodified model, which is in every run, may be among them.
+        runs: Settings (value by swept key) and folder of each run.
+    """
     keys = dict.fromkeys(key for setting, _ in runs for key in setting)
     wanted = set(names) - {UNMODIFIED}
     for key in keys:
@@ -141,18 +159,31 @@ def _key_of_settings(names: Collection[str], runs: Runs) -> str | None:
 
 
 def _runs_by_other_keys(key: str, runs: Runs) -> list[dict[str, Path]]:
-    """The runs with scores by their value of a key, in groups that agree in all other keys."""
+    """Group the runs with scores that agree in all swept keys but one.
+
+    Args:
+        key: That key.
+        runs: Settings (value by swept key) and folder of each run.
+
+    Returns:
+        For each group, the folder by the value of ``key``.
+    """
     groups: dict[tuple[tuple[str, str], ...], dict[str, Path]] = {}
     for setting, folder in runs:
         if key not in setting or read_csv(folder / "metrics.csv") is None:
             continue
-        others = sorted(item for item in setting.items() if item[0] != key)
-        groups.setdefault(tuple(others), {}).setdefault(setting[key], folder)
+        other_settings = sorted(item for item in setting.items() if item[0] != key)
+        groups.setdefault(tuple(other_settings), {}).setdefault(setting[key], folder)
     return list(groups.values())
 
 
 def _lacks_answers(name: str, folder: Path) -> bool:
-    """Whether too many answers of a run are missing under a setting for its scores to mean anything."""
+    """Whether too many answers of a run are missing under a setting for its scores to mean anything.
+
+    Args:
+        name: The setting, or the unmodified model, whose rows every run has.
+        folder: A run with that setting.
+    """
     metrics = read_csv(folder / "metrics.csv")
     assert metrics is not None, "a run with scores has it"
     return any(
@@ -162,7 +193,11 @@ def _lacks_answers(name: str, folder: Path) -> bool:
 
 
 def _read_scores(name: str, folder: Path) -> pd.DataFrame:
-    """Scores of all prompts of a run by id and digest under a setting, with their clusters."""
+    """Return the scores of a run's prompts under its method, or under the unmodified model if that is the name.
+
+    Returns:
+        Columns ``cluster`` (the question, for the bootstrap) and ``score``, indexed by id and digest of the prompt.
+    """
     open_undamaged(folder, only=(PREDICTIONS,))
     metrics = read_csv(folder / "metrics.csv")
     assert metrics is not None, "a run with scores has it"
@@ -198,7 +233,12 @@ def _inert_note(name: str, scores: pd.DataFrame, unmodified: pd.DataFrame) -> st
 
 
 def _difference(after: pd.DataFrame, before: pd.DataFrame) -> bootstrap.Estimate:
-    """Mean difference of the scores of the same prompts, in points."""
+    """Estimate the mean difference of the scores of the same prompts, in points.
+
+    Args:
+        after: Scores and clusters of one setting, from :func:`_read_scores`.
+        before: Those of the setting that is subtracted.
+    """
     both = after.assign(score_before=before["score"]).dropna()
     if both.empty:
         return bootstrap.Estimate(math.nan, math.nan, math.nan, 0)

@@ -47,7 +47,10 @@ class RunExamples:
 
     @classmethod
     def of(cls, run: RunDir, config: Mapping[str, Any]) -> RunExamples:
-        """The examples of a run with this config, without network access."""
+        """Collect the rows of a run by example, and its prompts from the task's data, without network access.
+
+        The prompts are empty, with the reason in the last field, where the data is not on this machine or has changed.
+        """
         make_importable(run)
         task = read_recorded_task(config["task"])
         rows: dict[str, list[Row]] = {}
@@ -85,7 +88,12 @@ class RunExamples:
         return float(scores.get(self.task.metric, min(scores.values(), default=1.0)))
 
     def text(self, name: str, whole: bool = False) -> str:
-        """One example as text; ``whole`` prints all of its prompt."""
+        """Return one example as text: facts, prompt, expected answers, and the reply of each method.
+
+        Args:
+            name: Id of the example.
+            whole: Print the prompt whole, else its ends and what surrounds the gold items.
+        """
         rows = self.rows[name]
         row = next((row for row in rows if "error" not in row), rows[0])
         example = self.prompts.get(name)
@@ -100,7 +108,13 @@ class RunExamples:
         return "\n".join(lines)
 
     def _head(self, name: str, row: Row, example: Example | None) -> str:
-        """Id, gold position, subset and length of an example, in one line."""
+        """Return id, gold position, subset and length of an example, in one line.
+
+        Args:
+            name: Id of the example.
+            row: One of its rows.
+            example: The task's example now; None if there is none.
+        """
         facts = [f"id {name}"]
         position = row.get("gold_position")
         if position is not None:
@@ -118,7 +132,13 @@ class RunExamples:
         return ", ".join(facts)
 
     def _prompt(self, row: Row, example: Example | None, in_full: bool) -> str:
-        """The prompt, or why it cannot be shown."""
+        """Return the prompt of a row, or why it cannot be shown.
+
+        Args:
+            row: A row of the example.
+            example: The task's example now; None if there is none.
+            in_full: Return it whole, else an excerpt.
+        """
         if example is None:
             reason = self.lost or "the task has no example of this id now"
             return f"cannot be built again: {reason}"
@@ -127,11 +147,18 @@ class RunExamples:
         return full_prompt(example) if in_full else excerpt(example)
 
     def _reply(self, row: Row, example: Example | None, in_full: bool) -> str:
-        """One method's score, reply and the answer that was read in it."""
+        """Return the lines on one method's row: score, rewritten prompt and thinking if any, reply, and its answer.
+
+        Args:
+            row: A row of predictions.jsonl.
+            example: The example; None where the task's data is not here.
+            in_full: Whether texts are printed whole, else shortened.
+        """
         method = display_name(row["method"])
         if "error" in row:
             return f"{method}: failed ({row['error']})"
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
+        # A missing answer (cut, refused, ...) is described in place of its scores.
         kind = kind_of_row(row)
         if kind:
             scores = describe_kind(row)
@@ -175,9 +202,10 @@ def shorten(text: str) -> str:
 
 
 def excerpt(example: Example) -> str:
-    """Both ends of a prompt, and the gold items with a little around them."""
+    """Return the beginning and the end of a prompt, and its gold items with a little around them."""
     text = full_prompt(example)
     spans = [(0, EDGE_CHARACTERS)]
+    # Items' spans count from the start of the user's text; the system prompt comes before it.
     offset = len(f"{example.system}\n\n") if example.system else 0
     gold_items = [example.items[i] for i in example.gold_positions if example.items]
     for item_start, item_end in sorted(gold_items):
@@ -218,7 +246,11 @@ def _indent(text: str, columns: int = 2) -> str:
 
 
 def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The wrong answers of a run for its page.
+    """Return the wrong answers of a run for its page.
+
+    Args:
+        run: The run.
+        config: Its config.
 
     Returns:
         ``summary``: their number, in words. ``examples``: head and text of some

@@ -75,9 +75,9 @@ REQUIRED_COLUMNS = {
 
 
 def read_csv(path: Path) -> pd.DataFrame | None:
-    """A CSV whose text (`none`, `null`) stays text; None if it is absent or has no rows.
+    """Read a CSV in which texts such as `none` and `null` stay texts; None if it is absent or has no rows.
 
-    A swept key that is called as a later column gets the name `<key> (swept)`.
+    A swept key with the name of a later column, such as `method`, gets the name `method (swept)`.
 
     Raises:
         UserError: It cannot be read or lacks a required column.
@@ -91,7 +91,7 @@ def read_csv(path: Path) -> pd.DataFrame | None:
 
 
 def _parse_csv(path: Path) -> pd.DataFrame:
-    """See :func:`read_csv`.
+    """Parse a CSV for :func:`read_csv`, with columns of texts as texts and swept keys renamed.
 
     Raises:
         ValueError: A required column is missing.
@@ -117,7 +117,7 @@ def _parse_csv(path: Path) -> pd.DataFrame:
 
 
 def _column_names(path: Path) -> list[str]:
-    """Columns of a CSV as pandas names them: a second `method` is `method.1`."""
+    """Return the columns of a CSV as pandas names them: a second `method` is `method.1`."""
     with open(path, encoding="utf-8", newline="") as file:
         header = next(csv.reader(file), [])
     names = []
@@ -128,7 +128,7 @@ def _column_names(path: Path) -> list[str]:
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """The tables of a study as its files hold them; text such as ``none`` stays text."""
+    """Return the tables of a study by name, as its files hold them; text such as ``none`` stays text."""
     return {
         name: read_file(
             folder / f"{name}.csv", _plain_csv, "a CSV as posbench writes it"
@@ -142,7 +142,10 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
 
 
 def sweep_runs(sweep: Path) -> list[Path]:
-    """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
+    """Return the folders of a sweep's finished jobs; empty if the folder is a run's.
+
+    They are looked up beside the sweep, as outputs may have been moved since their paths were recorded.
+    """
     sweep = sweep.resolve()
     jobs = read_json(sweep / JOBS, Objects) or []
     recorded = [Path(job["folder"]) for job in jobs if job["folder"]]
@@ -168,10 +171,15 @@ def read_json(path: Path, shape: Any = parse.Object, hint: str = RUN_AGAIN) -> A
 
 
 def read_file(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
-    """A file's parsed content; None where there is no file.
+    """Return what ``parse`` makes of a file; None where there is no file.
+
+    Args:
+        path: The file.
+        parse: Reads it.
+        allowed: What the file should be, in words, for the error.
 
     Raises:
-        UserError: It cannot be parsed; ``allowed`` describes the right content.
+        UserError: It cannot be parsed.
     """
     try:
         return parse(path) if path.is_file() else None
@@ -210,7 +218,16 @@ def _has_files(folder: Path) -> bool:
 
 
 def need_files(folder: Path, allowed: str, *names: str) -> None:
-    """Raise `UserError` for a folder that holds none of these files."""
+    """Refuse a folder that holds none of some files.
+
+    Args:
+        folder: The folder.
+        allowed: What it should be, for the error.
+        names: The files.
+
+    Raises:
+        UserError: It holds none.
+    """
     if any((folder / name).is_file() for name in names):
         return
     hint = "no such folder; check the path"

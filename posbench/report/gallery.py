@@ -68,7 +68,7 @@ def _is_gallery(page: Path) -> bool:
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
-    """The number of experiments, and of the papers' claims by verdict."""
+    """Return the gallery's first sentence: numbers of experiments and runs, and of the papers' claims by verdict."""
     experiments = "experiment" if len(entries) == 1 else "experiments"
     num_runs = sum(len(entry.runs) for entry in entries)
     text = f"{len(entries)} {experiments}, {num_runs} runs."
@@ -90,7 +90,7 @@ def paper_of(entry: Entry) -> str:
 
 
 def paper_shows(entry: Entry) -> str:
-    """The paper's claims, else the source of its numbers."""
+    """Say what the paper shows: its claims, else where its numbers come from; empty without either."""
     text = "; ".join(map(str, entry.experiment.get("claims") or ()))
     source = (entry.experiment.get("reference") or {}).get("source")
     if not text and source:
@@ -108,6 +108,10 @@ def heading(entry: Entry) -> str:
 
 def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
     """Write an entry's tables, figures and pages below a folder.
+
+    Args:
+        entry: An experiment with its runs.
+        root: The gallery's folder.
 
     Returns:
         The fields of its section on the page.
@@ -133,12 +137,17 @@ def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
 
 
 def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
-    """Write the tables of an entry as CSV, Markdown and LaTeX; their kinds and files."""
+    """Write the tables of an entry as CSV, Markdown and LaTeX below ``root``.
+
+    Returns:
+        Kind of each table, and its three files relative to ``root``.
+    """
     (root / "tables").mkdir(exist_ok=True)
     command = f"% {heading(entry)}. Made by: {entry.command}".replace("\n", " ")
     packages = "% \\usepackage{booktabs}, and longtable for tables of more than a page"
     kinds = []
     for index, (kind, (frame, (header, rows))) in enumerate(entry.tables.items()):
+        # The first table has the plain name of the experiment.
         stem = f"tables/{entry.name}-{kind}" if index else f"tables/{entry.name}"
         write_csv(root / f"{stem}.csv", frame)
         write_text(root / f"{stem}.md", markdown(header, rows) + "\n")
@@ -150,7 +159,17 @@ def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
 
 
 def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
-    """Copy one figure in all formats that there are; its files, size in pixels, caption and label."""
+    """Copy one figure in all formats that there are.
+
+    Args:
+        entry: The experiment.
+        panel: A figure of one of its runs, with the caption.
+        root: The gallery's folder.
+
+    Returns:
+        Values for the page: ``file`` (the picture shown), ``further`` (format and file of the others), its size in
+        pixels, ``caption``, and ``label`` of its run if the entry has several.
+    """
     label = panel.result.label
     stem = f"{label}-{panel.figure}"
     copies = {
@@ -167,7 +186,11 @@ def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
 
 
 def _copy_file(file: Path, root: Path, entry: Entry, stem: str) -> str:
-    """Copy a run's file below the root; its new path there, empty if it is absent."""
+    """Copy a run's file below ``root``, under the name ``stem``.
+
+    Returns:
+        Its new path relative to ``root``; empty if the file is absent.
+    """
     kind = "pages" if file.suffix == ".html" else "figures"
     copy = root / kind / entry.name / f"{stem}{file.suffix}"
     if not file.is_file():

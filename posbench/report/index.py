@@ -24,10 +24,9 @@ MAX_SETTING_CHARACTERS = 24
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> list[dict[str, str]]:
-    """For each run, the settings that differ between runs.
+    """Return for each run the settings in which it differs from others, by config key.
 
-    A setting is compared among runs whose model, task, method, search or study, to
-    which it belongs, has the same name.
+    Settings are compared only among runs with the same model, task, method, search or study, whichever has the setting.
     """
     values: dict[tuple[str, str], set[str]] = {}
     for run in runs:
@@ -85,7 +84,7 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
 
 
 def suggest_filter(filters: Sequence[str], runs: Sequence[Record]) -> str:
-    """`; did you mean tiny?` for the first filter close to a name; else empty."""
+    """Return `; did you mean tiny?` for the first filter that is close to a name or state of the runs; else empty."""
     names = {str(run.get(name) or "") for run in runs for name in NAMED_GROUPS}
     states = {str(run.get("state") or "") for run in runs}
     candidates = sorted((names | states) - {""})
@@ -98,7 +97,12 @@ def suggest_filter(filters: Sequence[str], runs: Sequence[Record]) -> str:
 
 
 def _names(run: RunSummary, outputs: Path) -> dict[str, str]:
-    """The columns of a run that a filter can name in addition to its settings."""
+    """Return the columns of a run that a filter can name, beside its settings.
+
+    Args:
+        run: The run.
+        outputs: Folder of outputs as typed, so that paths are shown as the user would type them.
+    """
     return {
         "run": run.hash,
         "folder": str(outputs / run.folder.relative_to(outputs.resolve())),
@@ -111,7 +115,16 @@ def _names(run: RunSummary, outputs: Path) -> dict[str, str]:
 
 
 def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSummary]:
-    """The runs that pass a filter, see :func:`records`."""
+    """Return the runs that pass one filter.
+
+    Args:
+        runs: The runs.
+        text: ``KEY=PATTERN`` with ``*`` as wildcard, or a text that any column of names contains.
+        outputs: Folder of outputs as typed.
+
+    Raises:
+        UserError: No run has such a key.
+    """
     key, sign, pattern = text.partition("=")
     if not sign:
         lowered = text.lower()
@@ -120,8 +133,12 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
             for run in runs
             if lowered in " ".join(_names(run, outputs).values()).lower()
         ]
-    values = [{**_names(run, outputs), **run.settings} for run in runs]
-    keys = list(dict.fromkeys(name for of_run in values for name in of_run))
+    values_of_runs = [{**_names(run, outputs), **run.settings} for run in runs]
+    keys = list(
+        dict.fromkeys(
+            name for values_of_run in values_of_runs for name in values_of_run
+        )
+    )
     if keys and key not in keys:
         list_columns = ", ".join(name for name in keys if "." not in name)
         hint = near(key, keys, f"as task.{text}")
@@ -129,17 +146,17 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
             "filter", text, f"{list_columns}, or a setting such as task.pairs", hint
         )
     passing = []
-    for run, of_run in zip(runs, values, strict=True):
-        value = of_run.get(key, "")
+    for run, values_of_run in zip(runs, values_of_runs, strict=True):
+        value = values_of_run.get(key, "")
         if value == pattern or fnmatchcase(value, pattern):
             passing.append(run)
     return passing
 
 
 def terminal_rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The list in the form of a terminal, without the cells in :func:`list_title`.
+    """Return the cells of a list of runs as a terminal shows them, without those that :func:`common_cells` has.
 
-    Settings are below the method or study, if that has a column.
+    Settings stand below the method or study if that has a column, else in a column of their own.
     """
     common = common_cells(records)
     rows = [_terminal_row(record) for record in records]
@@ -161,7 +178,7 @@ def list_title(records: Sequence[Record]) -> str:
 
 
 def common_cells(records: Sequence[Record]) -> dict[str, str]:
-    """The names and states that several runs have in common."""
+    """Return version, model, task, method or study, and state, as far as all of several runs have them in common."""
     if len(records) < 2:
         return {}
     rows = [_terminal_row(record) for record in records]
@@ -174,7 +191,7 @@ def common_cells(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _terminal_row(record: Record) -> dict[str, str]:
-    """A record's cells on a terminal."""
+    """Return the cells of a run's record by header."""
     suite, version = Path(record["folder"]).absolute().parts[-3:-1]
     # The suite is left out where it has the name of the task or study.
     is_named = suite in (record["task"], record["study"])
@@ -185,6 +202,7 @@ def _terminal_row(record: Record) -> dict[str, str]:
     for key, value in record["settings"].items():
         text = f"{key.partition('.')[2]}={value}"
         settings.append(cut_text(text, MAX_SETTING_CHARACTERS))
+    # A study has verdicts on claims in place of a score.
     verdicts = record["verdicts"].replace(", ", "\n")
     score = estimate_cell(record, "score")
     difference = estimate_cell(record, "difference", signed=True)
@@ -234,7 +252,7 @@ def estimate_cell(record: Record, name: str, signed: bool = False) -> str:
 
 
 def age(started: str, now: datetime | None = None) -> str:
-    """Age of an ISO time, in words; empty for any other text."""
+    """Return how long ago an ISO time was, in words; empty for any other text."""
     if now is None:
         now = datetime.now(UTC)
     try:

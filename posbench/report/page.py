@@ -92,6 +92,7 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
         model_name = str(study.get("study", ""))
     status = read_json(folder / "status.json") or {}
     provenance = read_json(folder / "provenance.json") or {}
+    # The file's own checksum.
     provenance.pop("sum", None)
     wrong_answers = None
     if (folder / PREDICTIONS).is_file():
@@ -112,7 +113,11 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
 
 
 def _describe_course(status: Mapping[str, Any]) -> dict[str, str]:
-    """What a run cost, what ended it early, and whether its scores were changed by rescore: texts by label."""
+    """Return what a run cost, what ended it early, and whether rescore changed its scores: texts by label.
+
+    Args:
+        status: Content of status.json.
+    """
     stop = describe_stop(status)
     described = describe_costs(status)
     if stop:
@@ -123,7 +128,10 @@ def _describe_course(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:
-    """The result of a run in one sentence, and the sections of its page.
+    """Return the result of a run in one sentence, and the sections of its page.
+
+    Args:
+        folder: The run.
 
     Raises:
         UserError: The folder is missing, is no run folder, or holds a file that cannot be read.
@@ -137,8 +145,10 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     config = run.config()
     make_importable(run)
     sections = _study_sections(folder, config)
+    # A run has scores or a study; one with neither shows at least its experiment's claims.
     if metrics is not None:
         sections += _score_sections(folder, metrics, subsets)
+    # Neither scores nor a study: at least the claims of its experiment.
     elif not sections:
         experiment = read_json(folder / "experiment.json")
         if experiment:
@@ -152,6 +162,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     attention = read_csv(folder / "attention.csv")
     if attention is not None:
         sections.append(attention_section(attention))
+    # What the search found, and whether it holds on held-back prompts.
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += held_back.sections(read_csv(folder / held_back.TABLE_FILE))
@@ -166,11 +177,12 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         return headline(metrics, delivery), sections
     if findings is not None:
         return study_answer(findings), sections
+    # Neither scores nor claims: times, or the gain of a search.
     return describe_measurements(folder) or headline(None), sections
 
 
 def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
-    """The use of constants that a search found, by the verdict on the run that applied them.
+    """Return advice on the constants that a search found, by the verdict on the run that applied them.
 
     Args:
         verdict: The verdict; None where no position bias was measured.
@@ -186,9 +198,9 @@ def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
 
 
 def describe_measurements(folder: Path) -> str:
-    """The measurements of a run without scores and claims, in words.
+    """Say what a run without scores and claims measured: the gain of a search, the times of a study.
 
-    That is the gain of a search and the times of a study; empty where it has neither.
+    It is empty where the run has neither.
     """
     texts = []
     gains = read_csv(folder / held_back.TABLE_FILE)
@@ -234,7 +246,7 @@ def describe_audit(folder: Path) -> str:
 
 
 def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
-    """The verdicts of a study and its figures, as one section; none without a study."""
+    """Return one section with a study's verdicts and figures; an empty list without a study."""
     facts = read_json(folder / "study.json")
     experiment = read_json(folder / "experiment.json") or {}
     if not facts:
@@ -270,10 +282,17 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
 def _score_sections(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
 ) -> list[Section]:
-    """Scores by gold position, position bias, the paper's numbers, and other scores."""
+    """Return sections with scores by gold position, position bias, the paper's numbers, and other scores.
+
+    Args:
+        folder: The run's folder.
+        metrics: Rows of metrics.csv.
+        subsets: Rows of subsets.csv; None where the task has none.
+    """
     name = metric_name(metrics).capitalize()
     text = f"{name} in % and paired difference in points, each with its 95 % interval"
     method = read_json(folder / METHOD_FILE) or {}
+    # More than its name.
     if len(method) > 1:
         text = f"As applied: {describe_method(method)}. {text}"
     positions = tables.describe_positions(metrics)
@@ -301,7 +320,7 @@ def _score_sections(
 
 
 def attention_section(attention: pd.DataFrame) -> Section:
-    """Attention to the gold item, from ``attention.csv``, as figures."""
+    """Return the section with figures of the attention to the gold item, from a table of ``attention.csv``."""
     quantity = "Attention of the last prompt token to the item with the answer"
     if attention["method"].nunique() > 1:
         caption = (
@@ -399,7 +418,12 @@ def write_page(
 
 
 def render_html(template: str, **values: Any) -> str:
-    """HTML from a template of this package; it escapes texts, and has the filter :func:`breakable`."""
+    """Return the HTML of a template of this package, in which texts are escaped.
+
+    Args:
+        template: File name of the template.
+        values: Its variables.
+    """
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

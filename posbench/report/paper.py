@@ -104,34 +104,43 @@ def reference_text(
 
 
 def _agreement_rule(reference: Sequence[Row]) -> str:
-    """When a cell agrees, and whose sampling error the test takes into account."""
+    """Return the sentence that explains when a number of ours agrees with the paper's.
+
+    Args:
+        reference: The paper's numbers; ``n``, where known, gives their sampling error.
+    """
     margin = 100 * _margin(reference[0])
     sizes = sorted({row["n"] for row in reference if "n" in row})
     if sizes:
         listed = ", ".join(map(str, sizes))
-        error = f"the paper's own sampling error (n = {listed}) is in it"
+        error_source = f"the paper's own sampling error (n = {listed}) is in it"
         if not all("n" in row for row in reference):
-            error += " where its n is known"
+            error_source += " where its n is known"
     else:
-        error = (
+        error_source = (
             "the paper's n is not known, so the interval has our sampling error alone"
         )
     return (
         f"A cell agrees if the 90 % interval of ours minus the paper's lies within {margin:g} points of zero "
-        f"(two one-sided tests at 5 %), differs if it lies wholly beyond, else it is inconclusive; {error}."
+        f"(two one-sided tests at 5 %), differs if it lies wholly beyond, else it is inconclusive; {error_source}."
     )
 
 
 def count_agreement(table: pd.DataFrame) -> str:
-    """The number of the paper's cells that agree; cells near zero are counted separately.
+    """Return a sentence with how many of the paper's cells agree, differ or are inconclusive.
 
-    A cell that was measured in several settings counts once.
+    Cells near zero are counted separately; a cell that was measured in several settings counts once.
+
+    Args:
+        table: Rows of :func:`paper_cells`.
     """
     groups = table.groupby(CELL_COLUMNS, sort=False)
     verdicts = groups["verdict"].agg(_common_verdict)
     near_zero = groups["near_zero"].first()
-    clear = tally_verdicts(verdicts[~near_zero], AGREEMENT) or "none away from zero"
-    text = f"Cells of the paper: {clear}."
+    clear_counts = (
+        tally_verdicts(verdicts[~near_zero], AGREEMENT) or "none away from zero"
+    )
+    text = f"Cells of the paper: {clear_counts}."
     if near_zero.any():
         count = near_zero.sum()
         text += (
@@ -148,15 +157,17 @@ def _common_verdict(verdicts: pd.Series) -> str:
 def paper_cells(
     metrics: pd.DataFrame, reference: Sequence[Row]
 ) -> tuple[pd.DataFrame, str]:
-    """A paper's cells whose model ran here, next to ours.
+    """Select a paper's numbers whose model ran here, and put ours next to them.
 
     Args:
         metrics: Rows of metrics.csv or summary.csv.
         reference: The paper's rows.
 
     Returns:
-        Rows of :func:`compare_cells`, and the label of a sweep's settings.
+        Rows of :func:`compare_cells` (among them model, method, gold_position, paper, ours, verdict), and the label
+        of a sweep's settings, empty for one run.
     """
+    # A sweep's table begins with the run and the keys that were swept.
     before_model = metrics.columns[: list(metrics).index("model")]
     swept = [column for column in before_model if column != "run"]
     label = ""
@@ -174,6 +185,7 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
         label: Label of a sweep's settings: a column of this name holds the
             settings of each row, `all` if a row holds for several. Empty for a run.
     """
+    # Equal cells of several settings become one row that lists the settings.
     settings_of: dict[tuple[str, ...], list[str]] = {}
     for row in table.rename(columns={"ours": "value"}).itertuples():
         verdict = f"{row.verdict} (near zero)" if row.near_zero else str(row.verdict)
@@ -217,11 +229,18 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
 
 
 def paper_table(table: pd.DataFrame) -> Table:
-    """A paper's :func:`paper_cells` in its own layout, a column for each gold position.
+    """Return a paper's :func:`paper_cells` as text in its own layout, a column for each gold position.
 
     Each model and method has four lines: the paper's number, ours with its 95 %
     interval, the difference in points, and the verdict.
+
+    Args:
+        table: A row for each number of the paper.
+
+    Returns:
+        Header and rows.
     """
+    # What is the same everywhere needs no column.
     varied = [
         name for name in ("task", "metric", "setting") if table[name].nunique() > 1
     ]
@@ -239,7 +258,7 @@ def paper_table(table: pd.DataFrame) -> Table:
 
 
 def _paper_lines(row: Any) -> dict[str, str]:
-    """The lines of one cell of :func:`paper_table`; empty ones without a row."""
+    """Return the four lines of one cell of :func:`paper_table` by their names; empty texts if it was not measured."""
     if row is None:
         return {"paper %": "", "ours %": "", "difference": "", "verdict": ""}
     return {
@@ -288,11 +307,13 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
     for row in reference:
         value = float(row["value"])
         n = row.get("n")
+        # Without n the paper's number is taken as exact.
         low, high = wilson(value * n, n) if n else (value, value)
         paper = Estimate(value, low, high, n or 0)
         margin = _margin(row)
         names: Row = {name: str(row[name]) for name in CELL_COLUMNS}
         facts = {"paper": value, "near_zero": abs(value) <= margin}
+        # Several rows of ours in a sweep, one for each setting.
         matches = _matches(metrics, row)
         if matches.empty:
             verdict = "not measured" if names["model"] in models else OTHER_MODEL

@@ -114,7 +114,7 @@ class RunSummary:
 
 
 def summaries(folders: Sequence[Path]) -> list[RunSummary]:
-    """The summaries of run folders, for unchanged ones from the index of their outputs folder.
+    """Return the summaries of run folders, for unchanged ones from the index of their outputs folder.
 
     Args:
         folders: Run folders of one outputs folder, resolved.
@@ -122,6 +122,7 @@ def summaries(folders: Sequence[Path]) -> list[RunSummary]:
     if not folders:
         return []
     root = folders[0].parents[2]
+    # An index belongs to one outputs folder.
     if any(folder.parents[2] != root for folder in folders):
         return read_summaries(folders)
     old = _read_index(root / INDEX)
@@ -133,6 +134,7 @@ def summaries(folders: Sequence[Path]) -> list[RunSummary]:
             known[folder] = RunSummary(folder, **entry["summary"])
     changed = [folder for folder in folders if folder not in known]
     read = dict(zip(changed, read_summaries(changed), strict=True))
+    # Those that stay, without runs that were removed or changed.
     entries = {
         key: entry
         for key, entry in old.items()
@@ -156,7 +158,10 @@ def _key(folder: Path, root: Path) -> str:
 
 
 def _stamp(folder: Path) -> list[list[int] | None]:
-    """Inode, size and times of change of every file behind a summary; None for a missing file."""
+    """Return inode, size and change times of each file behind a summary, None for a missing one.
+
+    A stored summary is used again only while these are the same.
+    """
     stamps: list[list[int] | None] = []
     for name in SUMMARY_FILES:
         try:
@@ -184,7 +189,7 @@ def _code() -> str:
 
 
 def _read_index(file: Path) -> dict[str, Row]:
-    """The entries of an index by run; empty if the index is missing, damaged or from other code."""
+    """Return the entries of an index file by run; empty if it is missing, damaged or from other code."""
     with suppress(OSError, ValueError):
         checksum, _, text = file.read_text(encoding="utf-8").partition("\n")
         if checksum == hashlib.sha256((_code() + text).encode()).hexdigest():
@@ -208,7 +213,11 @@ def read_summaries(folders: Sequence[Path]) -> list[RunSummary]:
 
 
 def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
-    """A run without its estimates, and the rows of metrics.csv that these are made from."""
+    """Read the summary of a run, without its estimates.
+
+    Returns:
+        The summary, and the rows of metrics.csv from which its estimates are made; none unless the run is done.
+    """
     run = open_run_dir(folder)
     config = dict[str, Any]()
     try:
@@ -222,6 +231,7 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
     state = _state(run, status) if is_intact else "damaged"
     is_done = state.startswith("done")
     if is_done:
+        # Parameters that were left open hold what the search found.
         config = fill_nulls(config, {"method": method})
     summary = RunSummary(
         folder,
@@ -236,11 +246,17 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
 
 
 def _state(run: RunDir, status: Mapping[str, Any]) -> ListedState:
-    """The state of a run whose files are intact."""
+    """Return the state of a run whose files are intact, as lists show it: done, running, killed, failed, ...
+
+    Args:
+        run: The run.
+        status: Content of its status.json.
+    """
     if run.done:
         # A run of an older version has no manifest.
         return "done" if (run.path / MANIFEST).is_file() else "done, unchecked"
     state: ListedState = status.get("state", "damaged")
+    # Its process ended without a word.
     if state == "running" and not in_use(run.path) and not is_running(run.path):
         return "killed"
     return state
@@ -256,7 +272,7 @@ def read_config_as_run(run: RunDir) -> dict[str, Any]:
 
 
 def fill_nulls(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in which every null is replaced by the value of its key, if there is one."""
+    """Return a config in which every null is replaced by the value of its key in ``values``, if there is one."""
     filled = dict[str, Any]()
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -272,7 +288,7 @@ def _name(group: Any) -> str:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that can move a number, as an override spells them, by dotted key."""
+    """Return the settings that can move a number, by dotted key, as an override spells them."""
     groups = {group: config.get(group) for group in RECORDED_GROUPS}
     return {
         key: value
@@ -305,7 +321,12 @@ def _read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def _flatten(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Dotted keys and values below a node of a config, but names and class paths."""
+    """Yield dotted keys and values below a node of a config, without names and class paths.
+
+    Args:
+        node: The node, or a value.
+        key: Its dotted key.
+    """
     if isinstance(node, Mapping):
         for name, value in node.items():
             if name not in ("_target_", "name"):
@@ -318,7 +339,7 @@ def _flatten(node: Any, key: str) -> Iterator[tuple[str, str]]:
 def _estimates(
     totals: Mapping[str, Sequence[Mapping[str, str]]],
 ) -> dict[str, dict[str, Any]]:
-    """Estimates of runs, see :class:`RunSummary`, by run folder.
+    """Return the estimates of :class:`RunSummary` by run folder: score, difference and position bias.
 
     Args:
         totals: The rows of metrics.csv over all gold positions, by run folder.
@@ -337,6 +358,7 @@ def _estimates(
     rows[estimate_columns()] = rows[estimate_columns()].apply(pd.to_numeric)
     is_unmodified = rows["method"] == UNMODIFIED
     runs_with_method = rows.loc[~is_unmodified, "run"]
+    # The unmodified model's estimates only of runs without a method.
     rows = rows[~is_unmodified | ~rows["run"].isin(runs_with_method)]
     for metric, name in LIST_COLUMNS.items():
         for row in (

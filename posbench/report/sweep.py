@@ -90,6 +90,7 @@ def summarise(
     """
     settings, varied = _parse_overrides([job["overrides"] for job in jobs])
     # Model, method and task are columns of every table already.
+    # Keys that become columns of the sweep's tables.
     axes = [key for key in varied if key not in METRIC_COLUMNS]
     runs = []
     for setting, job in zip(settings, jobs, strict=True):
@@ -117,6 +118,7 @@ def summarise(
         if files:
             write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, axes))
     _write_experiment(folder, run_folders)
+    # A swept number gives a trend, other settings the experiment's contrasts.
     trend, findings = trends(runs, axes)
     if len(trend):
         write_csv(folder / "trend.csv", trend)
@@ -148,7 +150,11 @@ def find_finished_sweep(
 def _parse_overrides(
     overrides: Sequence[Sequence[str]],
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """The setting of every job, and the keys whose values differ between jobs."""
+    """Split the overrides of each job into keys and values.
+
+    Returns:
+        Value by key of every job, and the keys whose values differ between jobs.
+    """
     settings = [
         dict(text.split("=", 1) for text in of_job if "=" in text)
         for of_job in overrides
@@ -166,7 +172,13 @@ def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
 
 
 def _show(folder: Path, console: Console, command: str) -> None:
-    """Print the result of a sweep, and draw its page."""
+    """Print the result of a sweep (its scores, or verdicts if it has no scores), and draw its page.
+
+    Args:
+        folder: The sweep's folder, with the tables over all its runs.
+        console: Where it is printed.
+        command: The command line of the sweep, for its page.
+    """
     summary = read_csv(folder / "summary.csv")
     if summary is None:
         findings = read_csv(folder / "findings_summary.csv")
@@ -191,7 +203,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
 
 
 def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
-    """Write the experiment's facts, and the paper's numbers for each run's model."""
+    """Write the experiment's claims, and the paper's numbers for each run's model, into the sweep's folder."""
     runs = [run for run in runs if (run / "experiment.json").is_file()]
     if not runs:
         return
@@ -207,6 +219,7 @@ def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
     if rows:
         facts["note"] = ""  # a run in another setting has no row here
     else:
+        # No run has a model of the paper: its numbers are shown without ours.
         rows = next(filter(None, references), [])
     write_json(folder / "experiment.json", facts)
     write_json(folder / "reference.json", rows)
@@ -236,6 +249,7 @@ def _join_tables(
         for setting, file in files
     ]
     header = texts[0].partition("\n")[0]
+    # Quoted cells, or different columns, need a parser.
     if any('"' in text or not text.startswith(f"{header}\n") for text in texts):
         frames = []
         for label, text in zip(labels, texts, strict=True):
@@ -259,7 +273,7 @@ def _csv_record(values: Sequence[str]) -> str:
 
 
 def summarise_again(folder: Path, console: Console) -> None:
-    """Collect a sweep again whose runs have changed since."""
+    """Write a sweep's tables and page again from its runs, which have changed since."""
     open_undamaged(folder, only=[JOBS])
     jobs = read_json(folder / JOBS, Objects)
     # The outputs may have moved: the runs are where they lie now.
@@ -292,9 +306,11 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     subsets = read_csv(folder / "subsets_summary.csv")
     trend = read_csv(folder / "trend.csv")
     findings = read_csv(folder / "findings.csv")
+    # Its runs judged claims and scored nothing.
     if summary is None:
         return _render_verdicts(folder, command)
     axes = setting_columns(summary)
+    # A figure of hundreds of settings would not be readable.
     drawn_runs = _spread_runs(summary, axes)
     num_drawn = drawn_runs.nunique()
     num_runs = summary["run"].nunique()
@@ -311,6 +327,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
         caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
         figures = {"attention": (figure, caption + drawn_note)}
         sections.append(Section("Attention", figures=figures))
+    # A swept number has a trend; other settings have claims alone.
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the unmodified model."
         figures = {"trend": (plots.trend(trend), caption)}
@@ -342,7 +359,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
 
 
 def _job_notes(folder: Path) -> list[str]:
-    """Notes on the jobs of a sweep: which failed, and whether all asked the same prompts."""
+    """Return sentences on a sweep's jobs: which failed, and whether code or prompts differ between them."""
     notes = []
     failed = [
         " ".join(job["overrides"])
@@ -403,7 +420,15 @@ def _score_figure(
 
 
 def _render_verdicts(folder: Path, command: str) -> Path:
-    """The page of a sweep whose runs judged claims and scored nothing."""
+    """Write the page of a sweep whose runs judged claims and scored nothing; return its path.
+
+    Args:
+        folder: The sweep's folder, with the tables over all its runs.
+        command: The command line of the sweep; empty: as the folder records it.
+
+    Raises:
+        UserError: No run has findings.
+    """
     findings = read_csv(folder / "findings_summary.csv")
     if findings is None:
         raise UserError(
@@ -463,10 +488,13 @@ def setting_columns(summary: pd.DataFrame) -> list[str]:
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
-    """The columns that distinguish the settings of a sweep.
+    """Return the columns that distinguish the settings of a sweep.
 
     The varying ones among model, method and task, then the columns between `run` and
     `model`; if there are none, `seed` or `method`.
+
+    Args:
+        summary: Rows of summary.csv, where swept keys stand between `run` and `model`.
     """
     before_model = summary.columns[: list(summary.columns).index("model")]
     swept = [column for column in before_model if column != "run"]
@@ -561,7 +589,7 @@ def sweep_table(
 def _read_settings(
     summary: pd.DataFrame, axes: list[str]
 ) -> tuple[list[_Setting], str]:
-    """The settings of a sweep in drawing order, and a label for them.
+    """Return the settings of a sweep in drawing order with their estimates, and a label for them.
 
     Args:
         summary: Rows of summary.csv.
@@ -570,6 +598,7 @@ def _read_settings(
     rows, names, label = plots.with_setting(summary, axes)
     # Where answers are missing nothing is said but that.
     rows.loc[tables.has_missing_note(rows), ["value", "ci_low", "ci_high"]] = math.nan
+    # A sweep summarised from one folder has no runs.
     run_column = "run" if "run" in rows else "setting"
     is_unmodified = rows["method"] == UNMODIFIED
     settings_with_method = rows.loc[~is_unmodified, "setting"]
@@ -588,8 +617,8 @@ def _read_settings(
         base_shape = ""
         if base_runs:
             baseline = baselines[base_runs[0]]
-            of_run = unmodified[unmodified[run_column] == base_runs[0]]
-            base_shape = shape_in_metrics(of_run, UNMODIFIED)
+            rows_of_run = unmodified[unmodified[run_column] == base_runs[0]]
+            base_shape = shape_in_metrics(rows_of_run, UNMODIFIED)
         settings.append(
             _Setting(
                 name=name,
@@ -623,6 +652,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
         if len(averages) > 1:
             average = f"Over {len(averages)} settings of {label}, {average}"
         parts.append(average)
+    # Settings without valid scores are named apart.
     without = [setting.name for setting in settings if setting.lacks_answers]
     if without:
         names = ", ".join(without[:MAX_LISTED])
@@ -640,6 +670,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
             f"of {counts.total()} compared with the unmodified model, {changes}"
         )
     parts += _bias_parts(settings)
+    # Of the unmodified model, which may differ between settings of the task.
     shapes = Counter(setting.base_shape for setting in settings if setting.base_shape)
     num_without = sum(
         bool(setting.baseline and not setting.base_shape) for setting in settings
@@ -656,7 +687,10 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
 
 
 def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
-    """The range of the position bias, and the settings without one; empty if no setting has one."""
+    """Return phrases on the range of the position bias over settings, and on settings where it cannot be measured.
+
+    The list is empty if it was measured in no setting.
+    """
     with_bias = [setting for setting in settings if setting.bias]
     values = [(s.bias.value, s.name) for s in with_bias if _has_value(s.bias)]
     if not values:
@@ -706,7 +740,13 @@ def _by_key(rows: pd.DataFrame, column: str) -> Mapping[str, Any]:
 def _range(
     values: Sequence[tuple[float, str]], lowest_unit: str, highest_unit: str
 ) -> str:
-    """`runs from 70.0 % (a) to 80.0 % (b)`: the lowest and highest share with their settings; of one, `is`."""
+    """Return `runs from 70.0 % (a) to 80.0 % (b)`, the lowest and the highest value; of a single one, `is 80.0 % (b)`.
+
+    Args:
+        values: Shares (0..1) with the names of their settings.
+        lowest_unit: Unit after the lowest value, empty where the highest one's is enough.
+        highest_unit: Unit after the highest value.
+    """
     lowest, lowest_setting = min(values)
     highest, highest_setting = max(values)
     highest_part = f"{100 * highest:.1f}{highest_unit} ({highest_setting})"

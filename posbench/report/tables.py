@@ -42,7 +42,7 @@ shares of replies without an answer."""
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
-    """A value with its interval, as `76.6 [72.1, 80.5]`.
+    """Return a value with its interval, as `76.6 [72.1, 80.5]`.
 
     Args:
         row: Has ``value``, ``ci_low`` and ``ci_high``; None where nothing was measured.
@@ -68,9 +68,13 @@ def finding_value(finding: Any) -> str:
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A LaTeX table with booktabs, and with longtable if it is longer than a page.
+    """Return a LaTeX table with booktabs, and with longtable if it is longer than a page.
 
     Text is escaped; columns with long texts become paragraphs.
+
+    Args:
+        header: Name of each column.
+        rows: Texts of the cells.
     """
     frame = pd.DataFrame(rows, columns=list(header))
     is_wide = [
@@ -79,6 +83,7 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     ]
     paragraph_width = min(0.3, 0.55 / max(sum(is_wide), 1))
     paragraph = rf"p{{{paragraph_width:.2f}\linewidth}}"
+    # A guess: paragraphs break into several lines.
     lines_per_row = 4 if any(is_wide) else 1
     is_long = len(rows) * lines_per_row > LATEX_PAGE_LINES
     style = (
@@ -176,7 +181,13 @@ class _MethodColumns:
         self.header = [*map(display_name, self.methods), *titles]
 
     def cells(self, rows: pd.DataFrame, metric: str, scale: float = 100) -> list[str]:
-        """The cells of one metric, from rows that hold it once for each method."""
+        """Return the cells of one metric: its value under each method, then the difference of each method compared.
+
+        Args:
+            rows: Rows of metrics.csv with the metric once for each method.
+            metric: Name of the metric; its differences are rows named METRIC_difference.
+            scale: 100 for percentages and points, 1 for plain numbers.
+        """
         form = "z.1f" if scale == 100 else "z.3f"
         by_key: dict[Any, Any] = {(r.method, r.metric): r for r in rows.itertuples()}
         values = [
@@ -190,7 +201,7 @@ class _MethodColumns:
 
 
 def position_table(metrics: pd.DataFrame) -> Table:
-    """One row per gold position, then `all`, from metrics.csv rows of one run.
+    """Return a table with one row per gold position, then `all`, from metrics.csv rows of one run.
 
     Columns: depth of the gold position, score of each method in %, difference of each
     modified method in points (both with 95 % intervals), n, and the columns in
@@ -229,9 +240,10 @@ def position_table(metrics: pd.DataFrame) -> Table:
 
 
 def describe_positions(metrics: pd.DataFrame) -> str:
-    """How many items a prompt has and how positions count; empty where unknown."""
+    """Say how many items a prompt has and how gold positions count; empty where unknown."""
     # Where the task gives no depth, the number of items is not known.
     position = pd.to_numeric(metrics["gold_position"], errors="coerce")
+    # depth = position / (items - 1).
     items = (1 + position / pd.to_numeric(metrics["depth"])).max()
     if pd.isna(items):
         return ""
@@ -239,7 +251,7 @@ def describe_positions(metrics: pd.DataFrame) -> str:
 
 
 def bias_table(metrics: pd.DataFrame) -> Table:
-    """One row per statistic of position bias, from metrics.csv rows of one run.
+    """Return a table with one row per statistic of position bias, from metrics.csv rows of one run.
 
     Columns: the statistic of each method, and the difference of each modified method,
     in points with 95 % intervals.
@@ -256,9 +268,13 @@ def bias_table(metrics: pd.DataFrame) -> Table:
 
 
 def unmeasurable_bias(metrics: pd.DataFrame) -> dict[str, str]:
-    """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
+    """Return by method the reason why its position bias cannot be measured, from metrics.csv rows of a run.
+
+    Methods whose bias was measured are left out.
+    """
     if "note" not in metrics:
         return {}
+    # Where a method lacks answers, its scores mean nothing: that is the reason, where there is one.
     missing = missing_notes(metrics)
     is_missing = (metrics["metric"] == "position_bias") & metrics["value"].isna()
     return missing | {
@@ -278,7 +294,7 @@ def missing_notes(metrics: pd.DataFrame) -> dict[str, str]:
 
 
 def first_line_notes(metrics: pd.DataFrame) -> dict[str, str]:
-    """Notes where the first line scores lower than the whole reply, by method, from metrics.csv of a run."""
+    """Return by method the note that a reply's first line scores lower than the whole reply, from metrics.csv rows."""
     if "note" not in metrics:
         return {}
     rows = rows_over_all_positions(metrics, WHOLE_REPLY)
@@ -297,7 +313,7 @@ def has_missing_note(metrics: pd.DataFrame) -> pd.Series:
 
 
 def without_missing_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Rows of metrics.csv, or of several runs, with NaN for the scores of a method whose answers are missing."""
+    """Return rows of metrics.csv, or of several runs, with NaN for scores of a method whose answers are missing."""
     own_rows = rows_of_metric(metrics)
     keys = [column for column in ("run", "method") if column in metrics]
     lacking = pd.MultiIndex.from_frame(own_rows.loc[has_missing_note(own_rows), keys])

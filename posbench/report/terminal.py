@@ -38,7 +38,7 @@ MAX_SUBSETS = 24
 
 
 def show_run(folder: Path, console: Console) -> None:
-    """Print the result of a run: tables, sentences, and where the page is."""
+    """Print the result of a run: tables, sentences, costs, and where the page is."""
     metrics = read_csv(folder / "metrics.csv")
     subsets = read_csv(folder / "subsets.csv")
     if metrics is not None:
@@ -59,7 +59,14 @@ def show_run(folder: Path, console: Console) -> None:
 def _show_scores(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print the scores of a run, its method and prompts, and the paper's numbers next to its own."""
+    """Print the scores of a run, its method and prompts, and the paper's numbers beside its own.
+
+    Args:
+        folder: The run.
+        metrics: Its metrics.csv.
+        subsets: Its subsets.csv; None if prompts have no subsets.
+        console: Where to print.
+    """
     note = describe_stop(open_run_dir(folder).status())
     console.print(summary_table(metrics, console.width, note))
     if subsets is not None:
@@ -80,7 +87,13 @@ def _show_scores(
 
 
 def summary_table(metrics: pd.DataFrame, width: int = 80, note: str = "") -> Table:
-    """The table a run ends with: scores by gold position, and in its last line a note."""
+    """Return the table a run ends with: scores by gold position.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        width: Characters of a line.
+        note: Last line below the table.
+    """
     header, rows = tables.position_table(metrics)
     table = text_table(header, rows, width)
     names = [
@@ -119,7 +132,14 @@ def show_findings(folder: Path, console: Console) -> None:
 def show_reference(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print a paper's numbers next to ours, or why they cannot be compared."""
+    """Print a paper's numbers next to ours, or why they cannot be compared.
+
+    Args:
+        folder: The run or sweep.
+        metrics: Its metrics.csv or summary.csv.
+        subsets: Its scores on subsets, if it has any.
+        console: Where to print.
+    """
     for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:
@@ -150,13 +170,13 @@ def text_table(
         longest = max(map(len, [*title.split(), *cells]))
         text = title if len(title) <= longest else title.replace(" ", "\n")
         columns.append([text, *cells])
-    room = width - 3 * (len(header) - 1)
-    if sum(max(map(line_length, column)) for column in columns) > room:
+    free_width = width - 3 * (len(header) - 1)
+    if sum(max(map(line_length, column)) for column in columns) > free_width:
         columns = [
             [title, *(FINAL_INTERVAL.sub(r"\n\1", cell) for cell in cells)]
             for title, *cells in columns
         ]
-    columns = fit_columns(columns, room, WORD_OR_LIST)
+    columns = fit_columns(columns, free_width, WORD_OR_LIST)
     table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False)
     for title, *_ in columns:
         table.add_column(Text(title), overflow="fold")

@@ -52,7 +52,7 @@ TIMED_STAGES = ("search", "study", "intervene", "evaluate")
 
 
 def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
-    """The cost of a run from its ``status.json``: time, tokens per second, peak memory.
+    """Return what a run cost, from its ``status.json``, by name: time, tokens/s, cost (US dollars), peak memory.
 
     Only measured costs have a key.
     """
@@ -85,7 +85,11 @@ def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_stop(status: Mapping[str, Any]) -> str:
-    """Number of questions that a stopped run asked, and the reason, from its ``status.json``; else empty."""
+    """Say how many questions a run asked before it stopped early, and why; empty if it did not.
+
+    Args:
+        status: Content of ``status.json``.
+    """
     for record in status.get("stages", {}).values():
         if not record.get("stopped"):
             continue
@@ -129,7 +133,7 @@ def _list_names(prefix: str, names: Iterable[str], kind: str) -> str:
 
 
 def run_title(config: Mapping[str, Any]) -> str:
-    """Title of a run by its config: its study, its search alone, or its method."""
+    """Return the title of a run from its config: its study, its search alone, or its method, with model and task."""
     method = _group_name(config, "method")
     study = _group_name(config, "study")
     model = config.get("model")
@@ -181,6 +185,7 @@ def headline(
     averages = averages.drop(index=lacking)
     metrics = metrics[~metrics["method"].isin(lacking) & ~has_missing_note(metrics)]
     results = list[str]()
+    # The model that methods are compared with.
     base = SERVED if SERVED in averages.index else UNMODIFIED
     if base in averages.index and (len(averages) == 1 or base not in reasons):
         results.append(_base_result(metrics, averages, base, verb, base not in reasons))
@@ -215,10 +220,10 @@ def headline(
 
 
 def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
-    """For which methods no position bias can be measured, and why.
+    """Return a sentence on methods whose position bias cannot be measured for the same reason.
 
     Args:
-        note: A reason, as `problem: why`; older versions left out the why.
+        note: The reason, as `problem: why`; older versions left out the why.
         reasons: The reason of each such method.
     """
     methods = " and ".join(
@@ -232,7 +237,7 @@ def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
 def _base_result(
     metrics: pd.DataFrame, averages: Any, name: str, verb: str, has_curve: bool
 ) -> str:
-    """How the unmodified or served model does at the ends and at inner positions, and which shape that is.
+    """Return a sentence on how the unmodified or served model does at the ends and inside, and which shape that is.
 
     Args:
         metrics: Rows of metrics.csv.
@@ -259,7 +264,14 @@ def _base_result(
 
 
 def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str) -> str:
-    """Whether a method raises or lowers the average, or the data cannot decide."""
+    """Say whether a method raises or lowers the average score, or that its interval does not exclude zero.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        averages: Averages over all gold positions, indexed by method.
+        method: The method.
+        verb: Verb of the sentence if there is nothing to compare, such as "answers".
+    """
     after = pct(averages.at[method, "value"])
     differences = rows_over_all_positions(metrics, "difference").dropna(subset="ci_low")
     differences = differences[differences["method"] == method]
@@ -340,7 +352,14 @@ def template_sentence(sources: Sequence[str]) -> str:
 
 
 def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How a server answered: its model, thinking, the reading of choices; empty for a model in this process."""
+    """Say how a server answered: its model, thinking, how choices were read, and other token counts than ours.
+
+    Args:
+        rows: Rows of ``predictions.jsonl``.
+
+    Returns:
+        Sentences; empty for a model in this process.
+    """
     rows = list(rows)
     sentences = []
     models = _count(rows, "server")
@@ -384,10 +403,11 @@ def _list_counts(counts: Counter[Any]) -> str:
 
 
 def describe_method(method: Mapping[str, Any]) -> str:
-    """The method of ``method.json``: name, parameters, and the source of constants."""
+    """Describe the method of ``method.json``: name, parameters, source of the constants, and what the user typed."""
     others = ("name", "source", TYPED)
     parameters = {k: v for k, v in method.items() if k not in others}
     texts = []
+    # A composed method has the parameters of its parts.
     for name, values in method.get("parts", {"": parameters}).items():
         text = ", ".join(f"{k} {v}" for k, v in values.items() if v is not None)
         texts.append(f"{name} ({text})" if name else text)
@@ -423,10 +443,14 @@ def count_verdicts(findings: pd.DataFrame, correction: str = "within the study")
 
 
 def list_decided_claims(findings: pd.DataFrame) -> str:
-    """The claims that hold or are contradicted, with their models, and the number of inconclusive ones.
+    """Return sentences on the claims that hold or are contradicted, and the number of undecided ones.
 
     Claims are the paper's, or our controls where the paper makes none.
+
+    Args:
+        findings: Rows of findings.csv.
     """
+    # The first two verdicts are "holds" and "contradicted".
     sentences = _list_claims(findings, FINDING_VERDICTS[:2], MAX_LISTED)
     undecided = tally_verdicts(main_claims(findings)["verdict"], FINDING_VERDICTS[2:])
     if undecided and sentences:
@@ -437,10 +461,14 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
 
 
 def study_answer(findings: pd.DataFrame) -> str:
-    """How a study's claims fared, and the first claims with their numbers.
+    """Return sentences on how a study's claims fared, and on the first claims with their numbers.
 
     Shown are two of each decisive verdict, or one inconclusive one.
+
+    Args:
+        findings: Rows of findings.csv.
     """
+    # The first two verdicts are "holds" and "contradicted".
     claims = _list_claims(findings, FINDING_VERDICTS[:2], 2, numbers=True)
     if not claims:
         claims = _list_claims(findings, ("inconclusive",), 1, numbers=True)
@@ -516,7 +544,7 @@ def _on_models(models: Sequence[str], num_models: int) -> str:
 
 
 def tally_verdicts(verdicts: pd.Series, order: Sequence[str] = FINDING_VERDICTS) -> str:
-    """`3 hold, 1 inconclusive`: how often each verdict occurs, in this order."""
+    """Return `3 hold, 1 inconclusive`: how often each verdict occurs, in the order given."""
     counts = verdicts.value_counts()
     plural = {"holds": "hold", "agrees": "agree", "differs": "differ"}
     texts = []
@@ -528,19 +556,21 @@ def tally_verdicts(verdicts: pd.Series, order: Sequence[str] = FINDING_VERDICTS)
 
 
 def verdict_table(findings: pd.DataFrame) -> Table:
-    """One row per claim and verdict with its models, from findings of many runs."""
+    """Return a table with a row per claim and verdict, which names its models, from findings of many runs."""
     rows = []
-    for _, of_claim in papers_first(findings).groupby("claim", sort=False):
-        for verdict, of_verdict in of_claim.groupby("verdict", sort=False):
-            _, cells = findings_table(of_verdict)
+    for _, findings_of_claim in papers_first(findings).groupby("claim", sort=False):
+        for verdict, findings_of_verdict in findings_of_claim.groupby(
+            "verdict", sort=False
+        ):
+            _, cells = findings_table(findings_of_verdict)
             claim = cells[0][1]
-            models = "; ".join(dict.fromkeys(of_verdict["model"]))
+            models = "; ".join(dict.fromkeys(findings_of_verdict["model"]))
             rows.append([str(verdict), claim, models])
     return ["verdict", "claim", "models"], rows
 
 
 def describe_prompts(folder: Path) -> str:
-    """How many prompts were cut, how they vary between runs, and how a server answered; often empty."""
+    """Return sentences on cut prompts, varying chat templates, missing answers and a server; empty if all is usual."""
     out = open_run_dir(folder)
     rows = out.rows_without_error(PREDICTIONS)
     facts = read_json(folder / "prompts.json") or {}

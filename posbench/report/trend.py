@@ -86,7 +86,14 @@ def trends(
 def _swept_number(
     runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]
 ) -> str:
-    """The one key of the method that is a number with three or more values, or ''."""
+    """Return the one swept key of the method that has three or more numbers as values.
+
+    It is empty if there is no such key, or several.
+
+    Args:
+        runs: Settings of each run (value by key), and its folder.
+        axes: Swept keys.
+    """
     numeric = []
     for axis in axes:
         if not axis.startswith("method."):
@@ -101,7 +108,16 @@ def _swept_number(
 def _group_runs(
     runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str], axis: str
 ) -> dict[str, dict[float, Path]]:
-    """Folders by value of ``axis``, for each model, task and setting of other keys."""
+    """Group runs that differ in ``axis`` alone.
+
+    Args:
+        runs: Settings of each run (value by key), and its folder.
+        axes: All swept keys.
+        axis: The key whose trend is measured.
+
+    Returns:
+        Folder by value of ``axis``, by a label of model, task and other settings.
+    """
     configs = {folder: RunDir(folder).config() for _, folder in runs}
     tasks = {config["task"]["name"] for config in configs.values() if "task" in config}
     groups: dict[str, dict[float, Path]] = {}
@@ -131,6 +147,15 @@ class _Trend:
     """
 
     def __init__(self, folders: Mapping[float, Path], axis: str) -> None:
+        """Read what the runs of a sweep have in common.
+
+        Args:
+            folders: Folder of the run at each number.
+            axis: Config key of the number, such as ``method.factor``.
+
+        Raises:
+            UserError: A run's files are not as it left them.
+        """
         self.axis = axis
         self.rows: list[Row] = []
         self.findings: list[Finding] = []
@@ -160,7 +185,7 @@ class _Trend:
             self.claims = self.claims.asked_of(subject)
 
     def measure(self) -> None:
-        """Fill ``rows`` and ``findings``, as far as the runs measured them."""
+        """Fill ``rows`` and ``findings`` from attention and scores, as far as the runs measured them."""
         centres = self._read_centres()
         if centres is not None:
             self._measure_attention(centres)
@@ -170,12 +195,18 @@ class _Trend:
         num_before = len(self.findings)
         self._measure_scores(scores)
         num_missing = sum(map(_lacks_answers, self.folders.values()))
+        # Missing answers would move the scores, so these claims are not judged.
         if num_missing:
             note = f"{outcomes.PROBLEM} in {num_missing} of {len(self.folders)} runs"
-            of_scores = [f.not_testable(note) for f in self.findings[num_before:]]
-            self.findings[num_before:] = of_scores
+            untestable = [f.not_testable(note) for f in self.findings[num_before:]]
+            self.findings[num_before:] = untestable
 
     def _measure_attention(self, centres: pd.DataFrame) -> None:
+        """Add the centre of attention (mean depth that the last token attends to) at each number, and its trend.
+
+        Args:
+            centres: A row per prompt and number: ``id``, ``cluster`` (its question), ``number`` and ``centre``.
+        """
         n = int(centres["id"].nunique())
         num_questions = int(centres["cluster"].nunique())
         means = {
@@ -197,8 +228,14 @@ class _Trend:
         self._add_correlation(claim, CENTRE, -1, estimate, ", mean over prompts")
 
     def _measure_scores(self, scores: pd.DataFrame) -> None:
+        """Add the trends of scores and of position bias, and the verdicts on the paper's claims about them.
+
+        Args:
+            scores: A row per prompt and number: ``cluster`` (its question), gold position, ``number`` and ``score``.
+        """
         n = int(scores["cluster"].nunique())
         score_curves = self._curves(scores, "score")
+        # Score of the first half of gold positions minus that of the second.
         halves = {number: _halves(curve) for number, curve in score_curves.items()}
         measurable = {
             number
@@ -207,6 +244,7 @@ class _Trend:
         }
         biases = {}
         for number, curve in score_curves.items():
+            # The value first, then the bootstrap draws.
             if number in measurable:
                 bias, draws = position_bias(curve[0], curve[1:])
                 biases[number] = np.append(bias, draws)
@@ -253,7 +291,14 @@ class _Trend:
         n: int,
         num_questions: int,
     ) -> None:
-        """Add a statistic's row at every number and for the unmodified model."""
+        """Add a statistic's row at every number and for the unmodified model.
+
+        Args:
+            statistic: Its name.
+            values: By number, the value followed by its bootstrap draws, shape (1 + draws,).
+            n: Prompts.
+            num_questions: Questions, which the bootstrap draws.
+        """
         for number, value in values.items():
             estimate = percentile(value[0], value[1:], n, num_questions)
             row = {
@@ -265,7 +310,11 @@ class _Trend:
             self.rows.append(row)
 
     def _add_biases(self, scores: pd.DataFrame) -> None:
-        """Add the position bias at every number where it can be seen, with the interval that tables of runs give."""
+        """Add the position bias at every number where it can be seen, with the same interval as in tables of runs.
+
+        Args:
+            scores: As in :meth:`_measure_scores`.
+        """
         n = int(scores["cluster"].nunique())
         for number, rows in scores.groupby("number", sort=False):
             statistics = statistic_rows(
@@ -318,11 +367,16 @@ class _Trend:
     def _peak(
         self, claims: SweepClaims, score_curves: Mapping[Any, Array], n: int
     ) -> Finding:
-        """Whether the number with the best average score lies in the claimed range.
+        """Judge whether the number with the best average score lies in the claimed range.
 
         The interval spans all numbers not significantly worse than the best one, and all that are best in some
         bootstrap draw, so it has no width only where all draws agree. There is a verdict only where the numbers
         asked can show one: some in the claimed range and some on either side, and the best one at neither end.
+
+        Args:
+            claims: The paper's claims; ``best`` is the claimed range.
+            score_curves: By number, scores of shape (1 + draws, gold positions), the measured one first.
+            n: Questions.
         """
         means = np.stack(
             [score_curves[number].mean(-1) for number in self.numbers], axis=-1
@@ -335,6 +389,7 @@ class _Trend:
         is_claimed = (self.numbers >= first) & (self.numbers <= last)
         holds = bool(is_claimed[is_best[0]].all())
         supports = is_claimed if holds else ~is_claimed
+        # Two-sided: the share of bootstrap draws that contradict, doubled.
         p = np.nan
         if np.ptp(means[0]):
             opposing = (is_best[1:] & ~supports).any(-1)
@@ -370,7 +425,11 @@ class _Trend:
         return finding
 
     def _gaps_around(self, first: float, last: float) -> str:
-        """The numbers missing for a claim on a range, with numbers to ask further; empty if none is."""
+        """Say which numbers are missing to judge a claim that the best one lies from ``first`` to ``last``.
+
+        Returns:
+            A sentence that also suggests numbers; empty if there are numbers inside the range and on both sides.
+        """
         inside = (self.numbers >= first) & (self.numbers <= last)
         missing = []
         further = list[float]()
@@ -432,9 +491,10 @@ class _Trend:
         return None if common.empty else common
 
     def _rows_by_number(self, file: str) -> Iterator[tuple[Any, Row]]:
-        """Rows of all runs with their number; the unmodified model's once, as `none`.
+        """Yield the number and each row of a JSON-lines file of all runs.
 
-        Nothing is yielded if a run lacks the file.
+        The number is `none` for the unmodified model, whose rows are the same in all runs and are yielded once. Nothing
+        is yielded if a run lacks the file.
         """
         if not all((folder / file).is_file() for folder in self.folders.values()):
             return
@@ -446,7 +506,9 @@ class _Trend:
                     yield UNMODIFIED, row
 
     def _read_centres(self) -> pd.DataFrame | None:
-        """Centre of attention of every prompt at every number and unmodified.
+        """Return the centre of attention of every prompt at every number and unmodified.
+
+        The centre is the mean depth (0..1) of the items, weighted by the last token's attention in the strongest layer.
 
         Returns:
             Rows with number, id, prompt, centre (0..1), gold_position and cluster; None where
@@ -490,7 +552,7 @@ class _Trend:
         return table
 
     def _digests(self) -> dict[Any, dict[str, str]]:
-        """Digests of the prompts by number, then by id; empty for a run without predictions."""
+        """Return the digest of each prompt by number, then by example id; empty for a run without predictions."""
         digests: dict[Any, dict[str, str]] = {}
         for number, folder in self.folders.items():
             rows = RunDir(folder).rows_without_error(PREDICTIONS)
@@ -500,7 +562,7 @@ class _Trend:
         return digests
 
     def _read_scores(self) -> pd.DataFrame | None:
-        """Score of every prompt with a gold position at every number and unmodified.
+        """Return the score of every prompt with a gold position at every number and unmodified.
 
         Returns:
             Rows with number, id, prompt, gold_position, cluster and score; None where a run
@@ -573,7 +635,12 @@ def _chance(folder: Path) -> float:
 
 
 def _hides_bias(rows: pd.DataFrame, chance: float) -> bool:
-    """Whether a setting answers almost nothing, no more than a guess, or everything, so no bias can show."""
+    """Whether a setting answers almost nothing, no more than a guess, or everything, so no bias can show.
+
+    Args:
+        rows: A row per prompt: ``gold_position``, ``cluster`` (its question) and ``score``.
+        chance: Score of a guess.
+    """
     positions = [
         mean(at_position["score"].to_numpy(), list(at_position["cluster"]))
         for _, at_position in rows.groupby("gold_position")

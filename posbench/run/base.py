@@ -88,7 +88,7 @@ class Run:
 
     @cached_property
     def lm(self) -> LM:
-        """The model, loaded when it is first needed."""
+        """The model in this process, loaded when it is first needed."""
         message = Text(f"loading {self.model.name}")
         if self.runtime.log_every and not self.console.is_terminal:
             self.console.print(message, soft_wrap=True)
@@ -136,7 +136,7 @@ class Run:
 
     @cached_property
     def prompts(self) -> PromptBatcher:
-        """Encodes examples and groups them into batches."""
+        """Encodes the task's examples as the model reads them, and groups them into batches."""
         return PromptBatcher(
             self.encoder,
             self.task,
@@ -176,7 +176,7 @@ class Run:
 
     @contextmanager
     def progress(self, label: str, total: int, done: int = 0) -> Iterator[Progress]:
-        """Show progress while the block runs; its time and tokens make the tokens per second.
+        """Show progress while the block runs, and count its time and tokens for the tokens per second.
 
         Args:
             label: Name of the work.
@@ -202,6 +202,7 @@ class Run:
                 done,
                 tokens=tokens_read,
                 spent=(lambda: spending) if spending else None,
+                # The activity of the block is printed soon in any case.
                 first_line=not is_beating(),
             ) as work,
             showing_bar() if self.console.is_terminal else doing(work.__str__, False),
@@ -232,6 +233,7 @@ class Run:
             "settings": settings,
         }
         key = short_hash(settings_key)
+        # They were copied, or begun here, in an earlier session.
         if any(row["method"] == UNMODIFIED for row in self.out.rows(file)):
             return key
         sibling = self.out.sibling_with(file, key)

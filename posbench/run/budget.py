@@ -47,7 +47,7 @@ class Budget:
         """Read a budget such as ``10min``, ``2h``, ``90s``, ``500prompts``, ``3Mtok`` or ``2usd``.
 
         Raises:
-            UserError: It is none.
+            UserError: It has no such form, is zero, or is no whole number of prompts or tokens.
         """
         match = BUDGET.fullmatch(str(value).strip())
         number = float(match[1]) if match else 0.0
@@ -167,7 +167,12 @@ class Spending(StopRule):
             return True
 
     def add(self, read: int, written: int) -> None:
-        """Count the tokens and the cost of a request."""
+        """Count the tokens and the cost of a request that was answered, which until now was only expected.
+
+        Args:
+            read: Tokens of the prompt.
+            written: Tokens of the reply.
+        """
         cost = price_of(read, written, self.price) or 0.0
         with self._lock:
             before = self._spent
@@ -232,6 +237,7 @@ class Stopwatch:
         load = 1.0
         if not self.waits_for_server:
             computed = max(time.process_time() - self._computed, 1e-3)
+            # Wall time over processor time: 2 if half of the time went to other processes.
             load = max(self.seconds / computed, 1.0)
         return min(REPORT_SECONDS * load, MAX_REPORT_SHARE * budget)
 
@@ -279,6 +285,7 @@ class Deadline(StopRule):
             # Seconds that a unit of work took.
             last_round = (now - self._round_began) / self._round_work
             all_rounds = (now - self._began) / self._total_work
+            # The slower of the last round and the mean, to be on the safe side.
             seconds_per_work = max(last_round, all_rounds)
         needed = seconds_per_work * work + self.watch.report_seconds(self.seconds)
         return self.watch.total + needed <= self.seconds
@@ -291,7 +298,11 @@ class Deadline(StopRule):
         )
 
     def begin(self, work: float) -> None:
-        """Begin a round of this size."""
+        """Note that a round begins now.
+
+        Args:
+            work: Size of the round, as of :meth:`fits`.
+        """
         now = progress.clock()
         if not self._total_work:
             self._began = now

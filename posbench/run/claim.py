@@ -116,7 +116,7 @@ def claim(
 
 @contextmanager
 def _holding(lock: Path) -> Iterator[None]:
-    """Hold a lock that other processes hold for moments only.
+    """Hold a lock for a block; other processes hold it for moments only, so this waits for them.
 
     Raises:
         MachineError: Another process held it for :data:`WAIT_SECONDS`.
@@ -150,9 +150,17 @@ def _unusable_outputs(outputs: Path, error: OSError) -> UserError:
 def _find_version(
     suite: Path, version_key: Mapping[str, Any], name: str
 ) -> tuple[Path | None, int]:
-    """The version folder that a run belongs to, if there is one, and the highest number of any version.
+    """Find the version folder (``vNNN``) that a run belongs to.
 
     It is the one that holds the run, else the newest with this key in which no other run has its name.
+
+    Args:
+        suite: Folder of the experiment or task.
+        version_key: What all runs of a version have in common.
+        name: Name of the run's folder.
+
+    Returns:
+        The version folder, None if there is none, and the highest number of any version, 0 without versions.
     """
     versions = {
         int(folder.name[1:]): folder
@@ -173,7 +181,7 @@ def _find_version(
 
 
 def _read_version_key(version: Path) -> Any:
-    """The key of a version folder; None where its file is absent or damaged, which stops no other."""
+    """Return the key of a version folder; None where its file is absent, or damaged, of which a warning tells."""
     file = version / VERSION_FILE
     if not file.is_file():
         return None
@@ -187,7 +195,13 @@ def _read_version_key(version: Path) -> Any:
 def _find_or_make_version(
     suite: Path, version_key: Mapping[str, Any], name: str
 ) -> Path:
-    """The version folder of a run; its key is written again where it is damaged."""
+    """Return the version folder of a run, made if there is none; its key is written again where it is damaged.
+
+    Args:
+        suite: Folder of versions v001, v002, ...
+        version_key: What runs of a version share, such as digests of data.
+        name: Name of the run's folder.
+    """
     version, highest = _find_version(suite, version_key, name)
     text = json.dumps(as_json(version_key), indent=2, sort_keys=True) + "\n"
     if version:
@@ -195,6 +209,7 @@ def _find_or_make_version(
             write_text(version / VERSION_FILE, text)
         return version
     folder = suite / f"v{highest + 1:03d}"
+    # Made beside and renamed, so that no process sees a version without its key.
     scratch = _empty_folder(suite / ".new-version")
     write_text(scratch / VERSION_FILE, text)
     os.rename(scratch, folder)

@@ -160,12 +160,13 @@ class Costs:
 
     @classmethod
     def of(cls, lm: LM) -> Costs:
-        """Return the sizes of a model, whose weights may be on the meta device."""
+        """Return the numbers of parameters and sizes that determine a model's costs; its weights need not be loaded."""
         config = families.text_config(lm.model)
         embedding = lm.model.get_input_embeddings().weight
         output = lm.model.get_output_embeddings()
         parameters = sum(p.numel() for p in lm.model.parameters())
         output_parameters = output.weight.numel() if output else embedding.numel()
+        # A token passes through the body; the embedding only looks one row up.
         body_parameters = parameters - embedding.numel()
         if output and output.weight is not embedding:
             body_parameters -= output_parameters
@@ -225,8 +226,10 @@ class Costs:
         )
 
     def seconds(self, work: WorkEstimate) -> float:
-        """Return the time on an H100: prefills compute, a step of generation reads weights and KV cache, or takes
-        the least that a step takes."""
+        """Return an estimate of the seconds that work takes on an H100.
+
+        Prefills are bound by arithmetic; a step of generation by reading weights and KV cache, or by a fixed overhead.
+        """
         read_bytes = (
             work.decode_steps * self.weight_bytes
             + work.decoded_pairs * self.cache_numbers * self.number_bytes

@@ -77,7 +77,7 @@ class RunDir:
         write_text(self.path / name, json_text(data))
 
     def read_json(self, name: str) -> Row:
-        """Read the object of a JSON file; an empty one where there is no file.
+        """Read a JSON file that holds an object; empty where there is no file.
 
         Raises:
             UserError: The file is damaged, or holds no object.
@@ -91,6 +91,9 @@ class RunDir:
 
     def config(self, *groups: str) -> dict[str, Any]:
         """Read the recorded config; empty where there is none.
+
+        Args:
+            groups: Config groups that it must have.
 
         Raises:
             UserError: The file holds no config, or it lacks one of ``groups``.
@@ -120,7 +123,10 @@ class RunDir:
         self.write_json(name, {**stamped, "sum": checksum(stamped)})
 
     def facts(self, name: str) -> Row:
-        """Read a bookkeeping file; empty where it is absent, damaged or another run's."""
+        """Read ``status.json`` or ``provenance.json``, without its checksum.
+
+        It is empty where the file is absent, damaged or another run's.
+        """
         file = self.path / name
         if not file.is_file():
             return {}
@@ -156,7 +162,7 @@ class RunDir:
 
     @contextmanager
     def recorded(self, stage: str) -> Iterator[None]:
-        """Record which files a block wrote, and that the stage is done, unless the block raises."""
+        """Record that a stage is done and the checksums of the files that the block wrote, unless the block raises."""
         stamps_before = self._file_stamps()
         yield
         # Rows and bookkeeping carry checksums of their own.
@@ -222,7 +228,11 @@ class RunDir:
         return [*first, *facts.get(OTHER_HARDWARE, [])]
 
     def add_hardware(self, machines: Iterable[str]) -> None:
-        """Record in the provenance that these machines made rows of this run, too."""
+        """Record in the provenance that these machines made rows of this run, too.
+
+        Args:
+            machines: Their descriptions, by :func:`posbench.files.hardware.describe_hardware`.
+        """
         facts = self.facts(PROVENANCE)
         recorded = self.hardware()
         merged = list(dict.fromkeys([*recorded, *machines]))
@@ -263,6 +273,7 @@ class RunDir:
         has_status = bool(self.facts(STATUS))
         if not has_status and not manifest:
             return  # of an earlier version: nothing is recorded
+        # Without DONE a process killed here leaves an unfinished run, not a wrong one.
         (self.path / DONE).unlink(missing_ok=True)
         if has_status:  # a sweep has a manifest alone
             self.write_facts(STATUS, status)
@@ -277,8 +288,8 @@ class RunDir:
     def damaged(self, only: Sequence[str] | None = None) -> list[str]:
         """Return the names of files that changed since the run wrote them.
 
-        A finished run is compared with its manifest, an unfinished one with the records of its stages. These include of
-        all rows only a search's: every row carries a checksum.
+        A finished run is compared with its manifest, an unfinished one with the checksums in the records of its stages.
+        Files of rows are not among the latter, except a search's, as every row carries a checksum.
 
         Args:
             only: Names of the files to look at; None: all.
@@ -288,6 +299,7 @@ class RunDir:
         sealed = False
         if end.is_file():
             recorded = end.read_text(errors="replace").strip()
+            # DONE holds the checksum of the manifest.
             sealed = recorded == self._file_checksum(MANIFEST)
         if manifest and (sealed or not end.is_file()):
             return self._differ_from_manifest(manifest["files"], only)
@@ -295,6 +307,7 @@ class RunDir:
         # One bookkeeping file at most is absent or damaged by an earlier version of posbench, which wrote
         # neither with a checksum.
         unreadable = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
+        # A run with an id has both files.
         lost = unreadable if self.id or len(unreadable) == 1 else []
         if end.is_file() and not sealed:
             # An empty DONE without a manifest is of an earlier version too.
@@ -314,7 +327,12 @@ class RunDir:
     def _differ_from_manifest(
         self, checksums: Mapping[str, str], only: Sequence[str] | None
     ) -> list[str]:
-        """Names of files that differ from the manifest's checksums, or were added."""
+        """Return the names of files that differ from the manifest's checksums, or were added.
+
+        Args:
+            checksums: Checksum by file name, from the manifest.
+            only: The only files to check; None checks all, and looks for added ones.
+        """
         if only is not None:
             return self._differing({name: checksums.get(name, "") for name in only})
         added = [
@@ -349,6 +367,7 @@ class RunDir:
         stage_records = self._records_to_keep(stages, recorded_stages, damaged)
         config_checksum = hashlib.sha256(text.encode()).hexdigest()
         stage_records["config"] = {"files": {CONFIG: config_checksum}}
+        # Written before files are removed, so that a killed process leaves a consistent record.
         new_status = {
             "state": "running",
             "error": None,
@@ -385,8 +404,15 @@ class RunDir:
         recorded_stages: Mapping[str, Row],
         damaged: Sequence[str],
     ) -> dict[str, Row]:
-        """The stages' records that hold although ``stages`` run again and some files are damaged."""
+        """Return the records of stages that stay valid when some stages run again and some files are damaged.
+
+        Args:
+            stages: Stages that run again.
+            recorded_stages: Records by stage, or by name of a file of rows.
+            damaged: Names of damaged files.
+        """
         repeated = list(stages)
+        # Which stage a damaged file belongs to is not known: all of them run again, from their rows.
         if damaged:
             repeated = [name for name in recorded_stages if not name.endswith(ROWS)]
         unchanged = {
@@ -425,7 +451,7 @@ class RunDir:
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     def _file_stamps(self) -> dict[str, tuple[int, int, int]]:
-        """Inode, time and size of every file but manifest, DONE, and those hidden or set aside."""
+        """Return inode, time and size by name of every file but manifest, DONE, and those hidden or set aside."""
         stamps = {}
         for file in sorted(self.path.rglob("*")):
             name = file.relative_to(self.path).as_posix()
@@ -452,7 +478,12 @@ class RunDir:
         return read_rows(self.path / name, self.id)[1]
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, each with its run and a checksum, in one flushed write."""
+        """Append rows to a JSON-lines file, each with its run and a checksum, in one flushed write.
+
+        Args:
+            name: Name of the file.
+            rows: Fields of each row.
+        """
         text = to_lines(rows, self.id)
         need_owned(self.path)
         file = self.path / name
@@ -472,7 +503,7 @@ class RunDir:
         write_text(self.path / name, to_lines(rows, self.id))
 
     def repair(self, name: str) -> None:
-        """Drop torn, damaged or foreign lines and rows with an error, so that they are made again."""
+        """Drop from a file torn, damaged or foreign lines and rows with an error, so that they are made again."""
         rows, invalid = read_rows(self.path / name, self.id)
         valid = [row for row in rows if "error" not in row]
         errored = len(rows) - len(valid)
@@ -512,9 +543,11 @@ class RunDir:
             self.write_rows(name, ordered)
 
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
-        """Return another, undamaged run of this version that finished a stage under the same key.
+        """Return another, undamaged run of this version from which a stage's rows may be copied; None without one.
 
-        Its rows of that stage may be copied.
+        Args:
+            stage: The stage, or a file of rows.
+            key: What the rows depend on; the other run must have finished the stage under the same key.
         """
         siblings = (
             folder
@@ -546,11 +579,11 @@ def is_proven(row: Row, proof: Mapping[str, Any]) -> bool:
 def warn_of_unproven(
     file: Path, unproven: Sequence[tuple[Row, Mapping[str, Any]]]
 ) -> None:
-    """Report that rows of a file are ignored, and how the first one differs.
+    """Log that rows of a file are ignored, and how the first one differs from what this run would make.
 
     Args:
         file: The file.
-        unproven: Each of these rows, and the proof that it should carry.
+        unproven: Each of these rows, and the proof (digests by field) that it should carry.
     """
     row, proof = unproven[0]
     field = next(name for name, value in proof.items() if row.get(name) != value)
@@ -583,7 +616,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run and sweep folders in an outputs folder, an experiment's or task's, or one version's."""
+    """Return the run and sweep folders below a folder of outputs, of an experiment or task, or of one version."""
     folder = folder.resolve()
     versions = [*folder.glob("v[0-9]*"), *folder.glob("*/v[0-9]*"), folder]
     runs = []
@@ -598,7 +631,9 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def find_run(name: str, outputs: Path) -> Path:
-    """Return the folder that a path or the hash of ``posbench ls runs`` names; it may be absent.
+    """Return the folder of a run from its path or the beginning of its hash (4 digits or more).
+
+    A name that fits no run is returned as a path, which may be absent.
 
     Raises:
         UserError: Several runs have that hash.

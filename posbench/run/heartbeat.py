@@ -66,7 +66,11 @@ class Heartbeat:
         self._last_sign = progress.clock()
 
     def look(self) -> None:
-        """Print the current activity, if it is time to."""
+        """Print the current activity if nothing was printed for some time.
+
+        It stays silent while a progress bar is on screen. An activity is first printed after ``SILENT_SECONDS``, or the
+        interval if that is shorter, and then once an interval.
+        """
         if not self.interval or self.num_bars or not self.activities:
             return
         now = progress.clock()
@@ -88,7 +92,7 @@ _current: list[Heartbeat] = []
 
 @contextmanager
 def beating(say: Callable[[str], None]) -> Iterator[None]:
-    """Print the activities named by :func:`doing` while the block runs; a nested block changes nothing.
+    """Print regularly what is being done (see :func:`doing`) while the block runs; a nested block changes nothing.
 
     Args:
         say: Prints a line.
@@ -130,6 +134,7 @@ def doing(text: str | Callable[[], str], is_timed: bool = True) -> Iterator[None
         text: The activity, or a function that returns its current description.
         is_timed: Whether its time is printed, too.
     """
+    # Nobody prints: a library call, or a command that has ended.
     if not _current:
         yield
         return
@@ -145,7 +150,7 @@ def doing(text: str | Callable[[], str], is_timed: bool = True) -> Iterator[None
 
 @contextmanager
 def showing_bar() -> Iterator[None]:
-    """Say nothing while a block shows a bar on a terminal."""
+    """Keep all heartbeats silent while a block shows a progress bar on a terminal."""
     heartbeats = list(_current)
     for heartbeat in heartbeats:
         heartbeat.num_bars += 1
@@ -202,7 +207,13 @@ class _LoadCount:
     def hook(
         self, make_bar: Callable[..., Any], args: Any, settings: dict[str, Any]
     ) -> Any:
-        """Return the bar that transformers asks for; one over a list is counted."""
+        """Return the progress bar that transformers asks for while loading; one over a list also counts here.
+
+        Args:
+            make_bar: Makes the bar.
+            args: Its positional arguments, the first one what the bar runs over.
+            settings: Its keyword arguments.
+        """
         bar = make_bar(*args, **settings)
         if len(args) != 1 or not hasattr(args[0], "__len__"):
             return bar

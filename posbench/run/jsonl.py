@@ -15,7 +15,12 @@ def checksum(row: Mapping[str, object]) -> str:
 
 
 def to_lines(rows: Iterable[Mapping[str, object]], run_id: str) -> str:
-    """Return rows as JSON lines with the fields ``run`` (if there is an id) and ``sum``."""
+    """Return rows as JSON lines, each with the id of its run (unless that is empty) and its checksum.
+
+    Args:
+        rows: The rows.
+        run_id: Becomes the field ``run``; the checksum is the field ``sum``.
+    """
     lines = []
     for row in rows:
         stamped = {**row, "run": run_id} if run_id else dict(row)

@@ -51,6 +51,9 @@ class Lease:
     def take(self) -> bool:
         """Try once to take the lock; return whether this process holds it now.
 
+        The holder made the file ``lock.N`` with the highest N; creating ``lock.N+1``, which only one process can do,
+        takes the lock.
+
         Raises:
             OSError: The file system does not let a file be made.
         """
@@ -122,7 +125,7 @@ def is_held(folder: Path) -> bool:
 
 @contextmanager
 def owning(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run folder.
+    """Keep other processes out of a run folder for a block.
 
     Raises:
         UserError: Another process owns it.
@@ -148,7 +151,7 @@ def in_use(folder: Path) -> bool:
 
 
 def need_owned(folder: Path) -> None:
-    """Refuse to write to a run folder that this process owned and lost.
+    """Check before a write to a run folder that this process still owns it, if it ever did.
 
     Raises:
         MachineError: Another process took the folder.
@@ -177,7 +180,10 @@ def _newest_file(folder: Path) -> tuple[int, Path | None]:
 
 
 def _is_held(file: Path) -> bool:
-    """Whether the process that made the newest file of a lock still holds the lock."""
+    """Whether the process that made a lock's newest file still holds the lock.
+
+    On this machine it does as long as it lives; on another, as long as it renewed the file's time lately.
+    """
     if file.suffix == FREE:
         return False
     machine = None
@@ -194,6 +200,7 @@ def _is_held(file: Path) -> bool:
         pass  # it is being written, or its process died over that
     if machine is not None and machine == machine_id() and os.name == "posix":
         return is_alive(pid, start)
+    # A new file has the file server's present time, as clocks of machines differ.
     with tempfile.TemporaryFile(dir=file.parent) as probe:
         return os.fstat(probe.fileno()).st_mtime - renewed < LEASE_SECONDS
 
@@ -221,6 +228,7 @@ def process_start(pid: int) -> str:
     Empty where that is not known, and for a process that has ended but was not waited for.
     """
     with suppress(OSError):
+        # After the command's name, which may contain spaces: state first, start time as the 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     return ""

@@ -39,13 +39,19 @@ class StageMeter:
 
     @contextmanager
     def stage(self, name: str, out: RunDir) -> Iterator[None]:
-        """Record in the run folder the costs of a stage, even if it fails."""
+        """Record in the run folder the time, tokens, cost and peak memory of a stage (the block), even if it fails.
+
+        Args:
+            name: Name of the stage, such as ``evaluate``.
+            out: The run folder.
+        """
         started = time.monotonic()
         self._loops = {}
         try:
             yield
         finally:
             amounts = {"seconds": time.monotonic() - started}
+            # Other stages ask the model for nothing.
             if name in STAGES_WITH_TOKENS:
                 amounts |= self._loops
                 cost = price_of(
@@ -62,7 +68,7 @@ class StageMeter:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Count time and tokens of a block, which make the tokens per second."""
+        """Add the time and tokens of a block to those of the stage, for its tokens per second."""
         before = self._counters()
         try:
             yield
@@ -71,7 +77,7 @@ class StageMeter:
                 self._loops[name] = self._loops.get(name, 0) + now - before[name]
 
     def _counters(self) -> dict[str, float]:
-        """Return the clock, and the model's counts of tokens read and written so far."""
+        """Return the clock (seconds), and the tokens that the model has read and written so far, by name."""
         model = self._loaded_model()
         return {
             "loop_seconds": time.monotonic(),

@@ -59,7 +59,7 @@ class MethodUnderTest:
         return self.choice.build(self.found_parameters, self.target, self.hint)
 
     def trial(self) -> Method:
-        """Return the method with stand-ins for the searched parameters, to check everything else first.
+        """Return the method with stand-ins for parameters that the search has yet to find, to check all else first.
 
         Raises:
             UserError: A parameter is missing or wrong.
@@ -75,9 +75,13 @@ class MethodUnderTest:
         )
 
     def with_target(self, method: Method) -> Method:
-        """Return the list of methods with ``method`` as the part that the search serves.
+        """Return what is applied to try a candidate of the search.
 
-        Where the method under test is no list, return ``method`` itself.
+        Args:
+            method: The candidate.
+
+        Returns:
+            The list of methods with the candidate in place of the searched one; without a list, the candidate itself.
         """
         if not self.choice.parts or self.target is None:
             return method
@@ -99,7 +103,7 @@ class MethodUnderTest:
 
     @property
     def overridden(self) -> dict[str, Any]:
-        """The parameters that the user typed, and that run in place of others that a search found."""
+        """The parameters that the user typed, and that are applied in place of other values that a search found."""
         found = self.found_parameters or {}
         typed = self.target.pinned if self.target else {}
         return {
@@ -116,7 +120,10 @@ class MethodUnderTest:
         return facts
 
     def origin(self) -> dict[str, str]:
-        """Return the ``source`` of the model's block of each method that runs with that block's constants."""
+        """Return under ``source`` where the method's constants come from; empty if they are the user's or a search's.
+
+        A source is named only if all constants of the model's block are those applied.
+        """
         parts = self.choice.parts or {self.choice.name: self.choice}
         sources = []
         for name, part in parts.items():
@@ -126,14 +133,14 @@ class MethodUnderTest:
                 continue  # a search records its source itself
             method = part.build(hint=self.hint)
             parameters = json.loads(json.dumps(asdict(method)))
-            published = all(
+            has_published_constants = all(
                 parameters.get(key) == value
                 for key, value in block.items()
                 if key != "source"
             )
-            if published and self.choice.parts:
+            if has_published_constants and self.choice.parts:
                 sources.append(f"{name}: {block['source']}")
-            elif published:
+            elif has_published_constants:
                 sources.append(str(block["source"]))
         return {"source": "; ".join(sources)} if sources else {}
 

@@ -20,7 +20,9 @@ _chosen_folders: list[Path] = []
 
 @contextmanager
 def chosen_config_dir(folder: str | None) -> Iterator[None]:
-    """Let runs that are opened in a block find their own classes in a folder, not in the one that they record.
+    """Take a folder as the config folder of all runs opened in the block, in place of the one that they record.
+
+    Their own classes are imported from there.
 
     Args:
         folder: The folder; None: the one that each run records.
@@ -45,6 +47,9 @@ def config_dir_chosen() -> Path | None:
 
 def make_importable(run: RunDir) -> list[Path]:
     """Make the user's own classes in a run's config importable.
+
+    Args:
+        run: The run.
 
     Returns:
         The config folders of the run, for readers of their files.
@@ -79,6 +84,7 @@ def import_from(recorded: str | None, config: Any, reader: str) -> list[Path]:
         return list(paths.BUILT_IN)
     if not folder.is_dir():
         missing = [f"{name}.py" for name in names if locate_module(name) is None]
+        # An installed package has them.
         if not missing:
             return list(paths.BUILT_IN)
         allowed = f"the folder with {', '.join(missing)} of {reader}"
@@ -98,7 +104,7 @@ def import_from(recorded: str | None, config: Any, reader: str) -> list[Path]:
 
 
 def _own_modules(node: Any) -> list[str]:
-    """Names of the packages, posbench's left out, of the classes that a config names."""
+    """Return the top-level packages, other than posbench, of all classes that a config names (``_target_``)."""
     names: list[str] = []
     if isinstance(node, Mapping):
         target = node.get("_target_")

@@ -172,11 +172,12 @@ def progress(
 def repeating(
     call: Callable[[], None], interval: float, first: float | None = None
 ) -> Iterator[None]:
-    """Call a function every ``interval`` seconds while the block runs.
+    """Call a function every ``interval`` seconds while the block runs, in a thread, as one batch may take longer.
 
-    One more call comes after the first ``first`` seconds, if given.
-
-    It is called in a thread of its own, since one batch may take longer than the interval.
+    Args:
+        call: The function; it is not called again after an OSError (a closed pipe, a full disk).
+        interval: Seconds between calls.
+        first: Seconds until one more call at the beginning, if given.
     """
     ended = threading.Event()
 
@@ -202,7 +203,7 @@ def repeating(
 
 
 def _rate(per_second: float) -> str:
-    """Parts a second, or a minute or an hour where that is less than one."""
+    """Return a rate as text, such as `12/s`, `3.4/min` or `2.0/h`: in the unit in which it is at least one."""
     if per_second >= 1:
         unit = "s"
     elif 60 * per_second >= 1:
@@ -221,5 +222,6 @@ def duration(seconds: float) -> str:
         if seconds >= SECONDS_PER_UNIT[larger]:
             unit = larger
     size = SECONDS_PER_UNIT[unit]
+    # One decimal below ten units.
     digits = 1 if seconds < 10 * size else None
     return f"{round(seconds / size, digits)} {unit}".replace(".0 ", " ")

@@ -33,7 +33,10 @@ def request_digest(ids: Sequence[int], choices: Sequence[str]) -> str:
 
 
 def decoding_of(task: Task, example: Example) -> Decoding:
-    """Return the settings that end and decode a reply; empty if choices are scored."""
+    """Return the settings on which a generated reply depends; empty if choices are scored.
+
+    They are the most and the fewest new tokens, the texts that end a reply, and the repetition penalty.
+    """
     if example.choices:
         return ()
     return (
@@ -66,7 +69,12 @@ def computation_digest(
 
 
 def _describe(value: Any, files: Mapping[str, str]) -> Any:
-    """A value as plain data, with the class of each object; the order of methods in a list counts."""
+    """Return a value as lists, numbers and texts that a digest can be made of; objects begin with their class's name.
+
+    Args:
+        value: A method, or one of its parameters.
+        files: By path of a file, the digest of its content, which stands for it.
+    """
     if is_dataclass(value):
         cls = type(value)
         constants = [

@@ -59,7 +59,7 @@ def plan_replies(
     """Plan the replies to the evaluation examples, of runs that differ in their methods alone.
 
     Args:
-        subjects: The methods.
+        subjects: The methods, each with its run.
         encoded: The prompts by the id of their example.
         examples: The examples; None: all of the run.
         round_questions: Questions of a round; None: the runtime's.
@@ -89,7 +89,7 @@ class ReplyBatches(BatchPlan):
         return [row for part in self.parts(batch) for row in self._reply_to(part)]
 
     def _reply_to(self, batch: Sequence[Request]) -> list[Row]:
-        """The rows of requests that the model reads together."""
+        """Generate the replies to a batch of requests; return the row of each."""
         run = self.run
         asked_prompts = [self.asked_prompt(request) for request in batch]
         examples = [prompt.example for prompt in asked_prompts]

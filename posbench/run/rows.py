@@ -63,11 +63,11 @@ class _Failures:
         return bool(self.obstacles)
 
     def count(self, new_rows: Sequence[Row], some_left: bool) -> None:
-        """Count the new rows of a batch, failed ones among them.
+        """Count the failed rows of a batch; after too many failed batches one after another the run stops.
 
         Args:
-            new_rows: The rows.
-            some_left: Whether others were not tried yet.
+            new_rows: All new rows of the batch; failed ones have ``error``.
+            some_left: Whether other rows were not tried yet.
         """
         errors = [row["error"] for row in new_rows if "error" in row]
         self.num_rows += len(errors)
@@ -187,6 +187,7 @@ class ResumableRows:
                 return _Attempt(batch, [], is_left_out=True)
             return _Attempt(batch, new_rows or [], is_too_large=new_rows is None)
 
+        # Into so many parts batches are split; doubled each time that memory is too small.
         num_parts = 1
         is_any_left_out = False
         pending = [batch for batch in batches if any(map(is_missing, batch))]
@@ -205,6 +206,7 @@ class ResumableRows:
                 )
                 while queue:
                     for done in attempt_each(attempt, _drained(queue)):
+                        # Memory was too small: this batch and all waiting ones are split in two.
                         if done.is_too_large:
                             message = (
                                 "%s: out of memory with %d prompts: smaller batches"
@@ -220,6 +222,7 @@ class ResumableRows:
                         new_rows = [
                             row
                             for row in done.rows
+                            # A batch is computed as a whole; rows that are there stay.
                             if _row_key(row, key_fields) not in rows
                         ]
                         self.out.append(file, new_rows)
@@ -242,10 +245,18 @@ class ResumableRows:
     def _read_rows(
         self, file: str, items: Sequence[Any], key: Key, proof: Proof
     ) -> tuple[list[str], dict[RowKey, Row]]:
-        """Names of the fields that identify a row, and the rows of a file by the values of these fields.
+        """Read the rows that earlier sessions left in a file.
 
-        A half-written last line is cut off, and rows that prove to be others are dropped; rows without all
-        of these fields are left out.
+        A half-written last line is cut off, and rows whose digests differ are dropped.
+
+        Args:
+            file: Name of the file.
+            items: What the rows are made from.
+            key: Returns the fields that identify an item's row.
+            proof: Returns the digests that an item's row must have.
+
+        Returns:
+            Names of the identifying fields, and the rows by the values of these fields.
         """
         self.out.repair(file)
         fields = list(key(items[0])) if items else []
@@ -264,7 +275,17 @@ class ResumableRows:
         keys: Sequence[Mapping[str, Any]],
         num_failed: int,
     ) -> list[Row]:
-        """All rows in the order of their keys, in which the file is sorted, too."""
+        """Return all rows in the order of their keys, and sort the file in that order.
+
+        Args:
+            file: Name of the file.
+            rows: Rows by their identifying values.
+            keys: Identifying fields of each row, in order.
+            num_failed: Rows that could not be made.
+
+        Raises:
+            IncompleteRun: Rows failed.
+        """
         if num_failed:
             raise IncompleteRun(
                 f"{num_failed} rows of {file} failed; run the same command again to retry them"
@@ -292,7 +313,11 @@ def _drained(queue: deque[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 
 @contextmanager
 def _threads(workers: int) -> Iterator[Callable[..., Iterable[_Attempt]]]:
-    """Yield a function that maps over batches: in threads, in order of completion; or one after the other."""
+    """Yield a function that maps over batches: in threads, in order of completion; or one after the other.
+
+    Args:
+        workers: Number of threads; 1: none.
+    """
     if workers == 1:
         yield map
         return
@@ -326,10 +351,16 @@ def _split(batch: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
 def _compute_rows(
     items: Sequence[Any], key: Key, compute: Compute, proof: Proof
 ) -> list[Row] | None:
-    """Rows of items; None where they are too many for the memory and can be split.
+    """Compute the rows of some items together; None where they do not fit into memory, so that the caller splits them.
+
+    Args:
+        items: The items.
+        key: Returns the fields that identify an item's row.
+        compute: Returns the other fields, a row for each item.
+        proof: Returns the digests that prove an item's row.
 
     Raises:
-        RuntimeError: Anything else went wrong.
+        RuntimeError: Anything else went wrong, or a single item does not fit.
     """
     try:
         rows = compute(items)

@@ -132,11 +132,12 @@ class Runtime:
 
     @property
     def shared_bytes(self) -> int:
-        """``share`` in bytes; 0 where nothing is shared."""
+        """``share``, the memory for prefills that prompts share (such as ``2GB``), in bytes; 0: nothing is shared."""
         if self.share is None:
             return 0
         match = MEMORY_SIZE.fullmatch(self.share)
         assert match is not None, "checked when it was made"
         number, prefix, binary = match.groups()
+        # 1 GiB is 1024 MiB, 1 GB is 1000 MB.
         base = 1024 if binary else 1000
         return int(float(number) * base ** SIZE_PREFIXES.index(prefix))

@@ -71,18 +71,22 @@ class ShapeRule(StopRule):
         return {self.method: curve_intervals(scores)} if len(scores) else {}
 
     def scores(self, rows: Sequence[Row]) -> Array:
-        """The scores of rows under the method, [N, K]: of each question that is answered at all K gold positions."""
+        """Return the method's scores of the questions that are answered at all K gold positions so far, [N, K].
+
+        Args:
+            rows: Rows of predictions.
+        """
         score_of = {
             row["id"]: row["scores"][self.metric]
             for row in rows
             if row["method"] == self.method and row.get("scores")
         }
-        vectors = [
+        scores_by_question = [
             [score_of[name] for name in ids]
             for ids in self._tuples
             if all(name in score_of for name in ids)
         ]
-        return np.array(vectors, dtype=np.float64)
+        return np.array(scores_by_question, dtype=np.float64)
 
 
 def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:
@@ -107,6 +111,7 @@ def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:
     tuple_of_question: dict[str, tuple[int, str]] = {}
     for example in placed:
         cell = (example.subset, example.gold_position)
+        # The n-th example of a subset at its position.
         key = (counts[cell], example.subset)
         counts[cell] += 1
         tuples.setdefault(key, {})[example.gold_position] = example.id

@@ -156,7 +156,7 @@ def read_found_parameters(out: RunDir) -> Mapping[str, Any] | None:
 
 
 def merge_records(out: RunDir) -> None:
-    """Add the machines, time and memory of the shards to the run's record, and remove the shards."""
+    """Add the machines, costs and peak memory of the shards to the run's record, and remove the shards' folders."""
     for folder in shard_folders(out.path):
         status = RunDir(folder, out.id).status()
         out.add_hardware(status.get(HARDWARE, []))
@@ -176,7 +176,15 @@ def _end_with(parent: BaseProcess) -> None:
 def _run_worker(
     worker: int, main: WorkerMain, run: str, count: int, gpus: Sequence[str]
 ) -> None:
-    """Make a shard in a separate process, whose output goes to a file in the shard's folder."""
+    """Make a shard in a worker process, whose output goes to a file in the shard's folder.
+
+    Args:
+        worker: Index of the worker; shard 0 is the main process's.
+        main: The command line's main function.
+        run: Folder of the run.
+        count: Number of shards.
+        gpus: Names of the GPUs that workers take in turn; empty on CPUs.
+    """
     index = worker + 1
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker pool started it"
@@ -227,6 +235,7 @@ class WorkerPool:
             folder = Shard(index, self.count).folder(self.out)
             folder.path.mkdir(parents=True, exist_ok=True)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        # The variable is not set, or does not list the visible GPUs.
         if len(gpus) != self.num_gpus:
             gpus = [str(gpu) for gpu in range(self.num_gpus)]
         context = torch.multiprocessing.spawn(
@@ -238,7 +247,7 @@ class WorkerPool:
         self.processes = dict(enumerate(context.processes, start=1))
 
     def wait(self, file: str) -> None:
-        """Wait until each worker has made its rows of a file, or has ended; report one that died."""
+        """Wait until each worker has made its rows of a file, or has ended; print and forget one that died."""
         for index, process in list(self.processes.items()):
             folder = Shard(index, self.count).folder(self.out)
             while process.is_alive() and not folder.stage(file).get("done"):
@@ -256,7 +265,7 @@ class WorkerPool:
             process.join(SECONDS_TO_END)
 
     def stop(self) -> None:
-        """End the workers that still run."""
+        """End the workers that still run, by force if they do not end in time."""
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():

@@ -82,7 +82,11 @@ class Search(ABC):
         return None
 
     def check(self, run: Run) -> None:
-        """Raise `UserError` where a parameter that it finds is typed, or model or task do not fit."""
+        """Refuse a typed value of a parameter that the search finds; subclasses also compare with model and task.
+
+        Raises:
+            UserError: Names the parameter.
+        """
         target = run.method.searched
         for name in sorted(set(target.pinned) & set(self.finds)):
             field = f"{target.where}.{name}"
@@ -93,7 +97,7 @@ class Search(ABC):
     def fields_for_model(
         self, window: int, spells: bool, layers: int
     ) -> Mapping[str, Any]:
-        """The fields that must change for a small model, with the values that fit it.
+        """Return the fields that must change for a small model, with the values that fit it.
 
         Args:
             window: Tokens of the model's context window.
@@ -105,7 +109,7 @@ class Search(ABC):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload | None:
-        """Upper bound of the work of the search; None if it is not known in advance.
+        """Return an upper bound of the work of the search; None if it is not known in advance.
 
         Args:
             prompts: Number of calibration prompts.
@@ -163,7 +167,10 @@ class Search(ABC):
         """Its part of the report, from the files alone."""
 
     def run(self, run: Run) -> None:
-        """Search, or copy the result of another run with the same key, and pass the result to the method."""
+        """Search, or copy the result of another run with the same key, and pass the result to the method.
+
+        Nothing is searched again where the run's folder has a finished search.
+        """
         if not run.out.stage("search").get("done"):
             key = self._key(run)
             sibling = run.out.sibling_with("search", key)
@@ -179,7 +186,11 @@ class Search(ABC):
         self._report(run, self.use_found(run))
 
     def use_found(self, run: Run) -> Mapping[str, Any]:
-        """Give the method the parameters that ``found.yaml`` holds; return the block of the method."""
+        """Give the method the parameters that ``found.yaml`` holds; return the method's block of that file.
+
+        Raises:
+            UserError: The file is damaged, or lacks the method.
+        """
         file = run.out.path / FOUND_FILE
         hint = f"remove {run.out.path}, and repeat the command"
         found: dict[str, Row] = read_yaml(file, dict[str, Row], hint=hint)
@@ -191,11 +202,12 @@ class Search(ABC):
         return block
 
     def _key(self, run: Run) -> str:
-        """Hash of everything that the result of the search and its check follow from."""
+        """Return a hash of everything that the result of the search and its check follow from."""
         target = run.method.searched
         parts: list[list[Any]] = []
         sources: list[Source] = []
         for name, part in run.method.choice.parts.items():
+            # The searched method's own values are the result, not an input.
             if part is target:
                 parts.append([name, None])
             else:
@@ -214,7 +226,12 @@ class Search(ABC):
         return short_hash(facts | dict(self.identity_facts(run)))
 
     def _copy(self, sibling: RunDir, folder: RunDir) -> None:
-        """Copy the files of another run's search."""
+        """Copy the files of another run's finished search into this run's folder.
+
+        Args:
+            sibling: Folder of a run with the same search, which need not be made again.
+            folder: This run's folder.
+        """
         folder.add_hardware(sibling.hardware())
         for name in sibling.stage("search")["files"]:
             if name in self.row_files:
@@ -255,9 +272,13 @@ class Search(ABC):
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
     def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare the result with the unmodified model on held-back prompts; resumed.
+        """Compare the result with the unmodified model on held-back prompts; rows that exist are not computed again.
 
-        Clusters with a prompt that was asked before, or that does not fit the window, are left out.
+        Questions with a prompt that was asked before, or that does not fit the window, are left out.
+
+        Args:
+            run: The run.
+            block: The method's block of ``found.yaml``.
 
         Returns:
             The facts of ``held_back.csv``.
@@ -269,15 +290,15 @@ class Search(ABC):
             for example in self.held_back_examples(run, self.held_back)
         ]
         lengths: dict[str, int] = {}
-        refused: set[str] = set()
+        refused_questions: set[str] = set()
         for example in examples:
             if example.prompt in used_prompts:
-                refused.add(example.cluster)
+                refused_questions.add(example.cluster)
             try:
                 lengths[example.id] = self.prompt_length(run, example)
             except UserError:
-                refused.add(example.cluster)
-        examples = [e for e in examples if e.cluster not in refused]
+                refused_questions.add(example.cluster)
+        examples = [e for e in examples if e.cluster not in refused_questions]
         batches = run.prompts.batches_by_length(
             examples, lambda example: lengths[example.id]
         )
@@ -306,10 +327,12 @@ class Search(ABC):
     ) -> dict[str, float]:
         """Measure held-back prompts under a method, with the other methods of a list; resumed.
 
+        Rows that an interrupted session left are kept where they carry the run's digest of what was computed.
+
         Args:
             run: The run.
             name: Name of the method in the rows.
-            method: The method, in the place that the search serves.
+            method: The method, in the place that the search serves: one of a list of methods, or the only one.
             batches: The prompts.
 
         Returns:
@@ -393,7 +416,14 @@ def save_state(run: Run, state: dict[str, Any]) -> None:
 
 
 def load_state(run: Run) -> dict[str, Any]:
-    """Load the state written by :func:`save_state` to the CPU; empty if there is no intact state of this run."""
+    """Load what :func:`save_state` wrote, tensors on the CPU; empty if there is no intact state of this run.
+
+    Args:
+        run: The run; its folder holds the file.
+
+    Returns:
+        Values by name: whatever the search saved to resume from.
+    """
     file = run.out.path / STATE_FILE
     if not file.is_file():
         return {}
@@ -414,7 +444,13 @@ def _checksum(run: Run, data: bytes) -> bytes:
 
 
 def epoch_section(read: Read, text: str, digits: int) -> list[Section]:
-    """Report section with the rows of ``search.csv``, to ``digits`` significant digits."""
+    """Return the report's section with the rows of ``search.csv``; empty if there is no such table.
+
+    Args:
+        read: Returns a table of the run by name, None if there is none.
+        text: Text of the section.
+        digits: Significant digits of numbers.
+    """
     table = read("search")
     if table is None:
         return []

@@ -90,7 +90,7 @@ class ChannelSearch(DeploySearch):
 
     @property
     def drawn(self) -> Strings:
-        """The random strings."""
+        """The random strings over whose tokens hidden states are averaged."""
         return Strings(
             count=self.strings,
             length=self.length,
@@ -116,10 +116,18 @@ class ChannelSearch(DeploySearch):
     def fields_for_model(
         self, window: int, spells: bool, layers: int
     ) -> Mapping[str, Any]:
-        """Strings that fit a small window, and token ids where letters cannot be spelt.
+        """Return the settings that a model needs: strings that fit its window, token ids where it cannot spell letters.
 
         Where the sliding mean and the skipped tokens would take more than half of a string, they are scaled
         down with it, from the paper's 100 and 30 of 1000 tokens.
+
+        Args:
+            window: Tokens that the model reads.
+            spells: Whether its tokenizer has letters and digits.
+            layers: Number of layers.
+
+        Returns:
+            New values by field, of those that change.
         """
         length = min(self.length, window)
         values: dict[str, Any] = {"length": length}
@@ -144,7 +152,14 @@ class ChannelSearch(DeploySearch):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
-        """Calibration prompts and answers of every candidate, the check of the winner, and random strings."""
+        """Return the work of the search: losses of all candidates, the check of the winner, and random strings.
+
+        Args:
+            prompts: Number of calibration prompts.
+            answer: Tokens of an answer.
+            layers: Number of layers.
+            channels: Number of channels.
+        """
         num_channels = self.top_k if self.candidates == "monotone" else channels
         num_ranges = len(self.layer_ranges(layers, None))
         num_candidates = num_channels * len(self.factors) * num_ranges
@@ -158,12 +173,17 @@ class ChannelSearch(DeploySearch):
         )
 
     def check(self, run: Run) -> None:
-        """Refuse strings and layers that do not fit the model, and several channels typed at once."""
+        """Refuse strings and layers that do not fit the model, and several channels typed at once.
+
+        Raises:
+            UserError: Names the field.
+        """
         if self.variant == "official" and not self.scales_curves:
             allowed = "true or null with variant=official, which always scales curves"
             hint = "leave out search.scaled, or set search.variant=paper"
             raise UserError("search.scaled", self.scaled, allowed, hint)
         lm = run.lm
+        # The filter averages over a window, drops the first means, and needs some more to fit a line.
         minimum = self._min_length
         reason = "search.window + search.skip + 7"
         if self.variant == "official":
@@ -173,6 +193,7 @@ class ChannelSearch(DeploySearch):
             allowed = f"from {minimum} ({reason}) to {lm.context_window} (context window of {lm.name})"
             hint = f"set search.length={lm.context_window}, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
+        # The search fills one channel: of several typed at once it can fill none.
         channel = self._pinned(run).get("channel")
         if run.method.target and not isinstance(channel, int | None):
             field = f"{run.method.target.where}.channel"
@@ -184,7 +205,7 @@ class ChannelSearch(DeploySearch):
         super().check(run)
 
     def identity_facts(self, run: Run) -> Mapping[str, Any]:
-        """The layer ranges tried, a typed channel, and the settings of the second scoring of candidates."""
+        """Return what the result depends on beside the config: layer ranges, a typed channel, settings of rescoring."""
         values = (
             run.method.target.values if run.method.target and self.num_rescored else {}
         )
@@ -218,8 +239,14 @@ class ChannelSearch(DeploySearch):
     def layer_ranges(
         self, count: int, published: Sequence[int] | None
     ) -> list[tuple[int, int]]:
-        """The layer ranges to try in a model of ``count`` layers."""
+        """Return the layer ranges (first, last) to try.
+
+        Args:
+            count: Number of layers of the model.
+            published: A paper's range for this model; None: there is none.
+        """
         if self.layers == "auto":
+            # All ranges that begin and end at multiples of a step, about an eighth of the layers.
             step = self.layer_step or max(1, round(count / 8))
             starts = list(range(0, count, step))
             ends = [*starts[1:], count]
@@ -233,7 +260,12 @@ class ChannelSearch(DeploySearch):
     def statistics(
         self, averages: Mapping[str, Array], monotone_only: bool = True
     ) -> ChannelStatistics:
-        """The filter's statistics of averaged states, by site, shape (layers, tokens, channels) each."""
+        """Return how monotone and smooth each channel is over token positions, and the ranking that follows.
+
+        Args:
+            averages: States averaged over random strings, by site, shape (layers, tokens, channels) each.
+            monotone_only: Rank only channels that rise or fall in enough layers.
+        """
         curves = averages[self.site]
         if self.variant == "official":
             return statistics.official_filter(curves)
@@ -255,7 +287,7 @@ class ChannelSearch(DeploySearch):
         channel: int | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> list[ScaleChannel]:
-        """The candidates, smoother channels first, which breaks ties.
+        """Return the candidates (channel, layers, factor), smoother channels first: of equal losses the first one wins.
 
         Args:
             measured: Statistics of the channels.
@@ -285,19 +317,32 @@ class ChannelSearch(DeploySearch):
         ]
 
     def choose(self, losses: Sequence[float] | Array, unmodified: float) -> int | None:
-        """Index of the chosen candidate; None where the official variant returns the unmodified model."""
+        """Return the index of the candidate with the lowest loss.
+
+        None where the official variant keeps the unmodified model, as no candidate has a lower loss.
+
+        Args:
+            losses: Mean loss of each candidate.
+            unmodified: Mean loss of the unmodified model.
+        """
         values = np.asarray(losses)
         if self.variant == "official":
+            # The released program compares losses of four decimals.
             values = values.round(4)
             if round(unmodified, 4) <= values.min():
                 return None
         return int(values.argmin())
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (curves of the best channel)."""
+        """Search channel, factor and layers, and write the results.
+
+        Writes ``search.csv`` (candidates, best first), ``channels.csv`` (curves of the best channel), ``found.yaml``,
+        and ``deploy.csv`` where candidates are scored again as they would be shipped.
+        """
         method = run.method.trial()
         outer_methods = []
         if isinstance(method, Composed):
+            # The search runs inside the other methods of a list: it is for the last one.
             outer_methods = list(method.parts.values())[:-1]
         with ExitStack() as stack:
             for outer in outer_methods:
@@ -309,6 +354,7 @@ class ChannelSearch(DeploySearch):
                 measured, self.ranges(run), pinned_channel, self._scaled_tokens(run)
             )
             all_losses = self.losses(run, SEARCH_ROWS_FILE, candidates)
+            # The first row is the unmodified model's.
             unmodified = float(all_losses[0].mean())
             losses = all_losses[1:].mean(1)
             best = self.choose(losses, unmodified)
@@ -323,6 +369,7 @@ class ChannelSearch(DeploySearch):
                 loss = shipped["deploy"]["loss"]
 
         num_examples = all_losses.shape[1]
+        # The table of all candidates, best first.
         order = np.argsort(losses, kind="stable")
         ranked = [candidates[i] for i in order]
         channels = [c.channels[0] for c in ranked]
@@ -339,6 +386,7 @@ class ChannelSearch(DeploySearch):
         table["n"] = num_examples
         write_csv(run.out.path / "search.csv", table)
         shown_channel = channels[0]
+        # The result; without a winner all parameters stay null.
         block: dict[str, Any] = dict.fromkeys(self.finds)
         if best is not None:
             winner = candidates[best]
@@ -360,7 +408,12 @@ class ChannelSearch(DeploySearch):
     def _filter(
         self, run: Run, averages: Mapping[str, Array]
     ) -> tuple[ChannelStatistics, str]:
-        """Return statistics of the channels, and a description of the candidates among them."""
+        """Return statistics of the channels, and a description of which of them are candidates.
+
+        Args:
+            run: The run; told if no channel passes the filter.
+            averages: As of :meth:`statistics`.
+        """
         measured = self.statistics(averages)
         filtered = self.candidates == "monotone" and self.variant == "paper"
         if measured.ranking or not filtered:
@@ -372,7 +425,10 @@ class ChannelSearch(DeploySearch):
         return measured, "the smoothest, as none is monotone"
 
     def averages(self, run: Run) -> dict[str, Array]:
-        """Averaged states by site, shape (layers, tokens, channels) each; a killed run resumes from its sums."""
+        """Return hidden states averaged over random strings, by site, shape (layers, tokens, channels) each.
+
+        A killed run resumes from its sums.
+        """
         state = load_state(run)
         sums = {
             site: total.to(run.lm.device)
@@ -390,7 +446,7 @@ class ChannelSearch(DeploySearch):
             )
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:
-        """Answer losses on N calibration examples; resumed from the rows of ``file``.
+        """Return answer losses on N calibration examples; rows that ``file`` has are not computed again.
 
         Args:
             run: The run.
@@ -423,7 +479,14 @@ class ChannelSearch(DeploySearch):
         return np.array([by_id[e.id] for e in examples]).T
 
     def _curves(self, averages: Mapping[str, Array], channel: int) -> pd.DataFrame:
-        """The channel's curve per site and layer, and the sliding mean that the paper's filter fits."""
+        """Return a channel's averaged values per site, layer and token, and the sliding mean that the filter fits.
+
+        A site is where hidden states are read: the residual stream, or the input of attention.
+
+        Args:
+            averages: Averaged states by site, shape (layers, tokens, channels) each.
+            channel: The channel.
+        """
         frames = []
         for site, values in averages.items():
             curve = values[:, :, channel]
@@ -447,16 +510,21 @@ class ChannelSearch(DeploySearch):
         return pd.concat(frames, ignore_index=True)
 
     def parameters(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters, with those that a format needs; factor 1 if the unmodified model won."""
+        """Return the method's parameters from its block of ``found.yaml``; factor 1 if the unmodified model won."""
         parameters = dict(self.finds)
         if block["channel"] is not None:
             parameters = super().parameters(block)
+        # A format that folds needs all tokens scaled.
         if "last" in block:
             parameters["last"] = block["last"]
         return parameters
 
     def describe(self, block: Mapping[str, Any]) -> str:
-        """Channel, factor, layers and loss."""
+        """Describe the result in one line: channel, factor, layers and loss.
+
+        Args:
+            block: The method's block of ``found.yaml``.
+        """
         text = "the unmodified model"
         if block["channel"] is not None:
             text = f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
@@ -468,7 +536,13 @@ class ChannelSearch(DeploySearch):
         return text
 
     def sections(self, read: Read) -> list[Section]:
-        """The candidate chosen for deployment, the ten best by loss, and the channel's values over token positions."""
+        """Return the report's sections on the search.
+
+        They show the candidate chosen for deployment, the ten best by loss, and the channel's values over tokens.
+
+        Args:
+            read: Returns a table of the run by name, None if there is none.
+        """
         from posbench.plots.search import channel_figure
 
         sections = self.shipped_sections(read)
@@ -489,7 +563,12 @@ class ChannelSearch(DeploySearch):
 
 
 def _candidate_section(table: pd.DataFrame, rescored: bool) -> Section:
-    """The ten best candidates of ``search.csv``; ``rescored``: whether some were scored again as shipped."""
+    """Return the report's section with the ten best candidates.
+
+    Args:
+        table: ``search.csv``.
+        rescored: Whether some were scored again as they would be shipped.
+    """
     from posbench.plots.search import candidate_label, candidate_losses_figure
 
     mode = ", the last token alone scaled" if rescored else ""

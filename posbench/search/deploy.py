@@ -103,7 +103,9 @@ class DeploySearch(Search):
         return self.side_task, examples, 1 + self.num_rescored
 
     def _side_examples(self) -> list[Example]:
-        """Prompts of the side task, spread evenly over those with an answer.
+        """Return prompts of the side task, on which a shipped method must not raise the loss.
+
+        They are spread evenly over its prompts with an answer.
 
         Raises:
             UserError: Its files cannot be read, or it has no answers.
@@ -111,6 +113,7 @@ class DeploySearch(Search):
         task: Any = self.side_task
         with renamed("task.", "search.side_task."):
             examples = (
+                # Such a task has no calibration prompts.
                 task.evaluation()
                 if isinstance(task, EvaluationOnly)
                 else task.examples("calibration")
@@ -129,7 +132,11 @@ class DeploySearch(Search):
         return [answered[i] for i in indices]
 
     def check(self, run: Run) -> None:
-        """Refuse a method that the format does not hold, and a side task that the model does not read."""
+        """Refuse a method that the export format cannot hold, and a side task whose text the tokenizer does not know.
+
+        Raises:
+            UserError: Names the field.
+        """
         if run.method.target is None:  # a study's search
             if self.num_rescored:
                 allowed = "null in a study, which ships nothing"
@@ -188,11 +195,13 @@ class DeploySearch(Search):
         clusters = [e.question_id for e in examples]
         losses_last_1 = losses[[0, *(i + 1 for i in shortlist)]]
         shipped_losses = losses_last_1
+        # Else the losses of the search are those of the shipped method.
         if mode.last != 1 or mode.tokens != "both":
             pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
             method_losses = self._method_losses(run, "calibration", pairs, methods)
             shipped_losses = np.concatenate([losses[:1], method_losses])
 
+        # Row 0 is the unmodified model, row 1 the best candidate.
         best_row = 0 if best is None else 1
         ranks = [0, *(order.index(i) + 1 for i in shortlist)]
         table = pd.DataFrame({"rank": ranks})
@@ -226,9 +235,10 @@ class DeploySearch(Search):
         return table, chosen
 
     def _shipped_mode(self, run: Run) -> ScaleChannel:
-        """The method under test as the format holds it, with placeholders for channel, factor and layers."""
+        """Return the method under test as the format holds it, with placeholders for channel, factor and layers."""
         method: Any = run.method.trial()
         if isinstance(method, Composed):
+            # The search serves the last method of a list.
             method = list(method.parts.values())[-1]
         if self.folds:
             method = method.twin()
@@ -236,7 +246,13 @@ class DeploySearch(Search):
         return method
 
     def _side_pairs(self, run: Run) -> TokenPairs:
-        """The prompts of the side task, each with the right choice or the first answer."""
+        """Return token ids of each prompt of the side task, and of its right choice or first answer, by example id.
+
+        The loss of that answer shows whether a setting harms the side task.
+
+        Args:
+            run: The run, with the model's tokenizer.
+        """
         task = self.side_task
         assert task is not None
         tokenizer = run.lm.need_tokenizer()
@@ -245,7 +261,9 @@ class DeploySearch(Search):
             accepted = {answer.strip() for answer in example.answers}
             right = [c for c in example.choices if c.strip() in accepted]
             text = right[0] if right else example.answers[0]
+            # Room for the answer is cut from the prompt where the window is small.
             answer_length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            # The side task's settings lie under this key of the config: errors must name it.
             with renamed("task.", "search.side_task."):
                 sized = replace(example, max_new_tokens=answer_length)
                 encoded = encode_prompt(run.lm, task, sized)
@@ -270,6 +288,7 @@ class DeploySearch(Search):
         groups = run.prompts.batches_by_length(
             list(pairs), lambda id_: sum(map(len, pairs[id_]))
         )
+        # Items are pairs of a method's index and a prompt's id; a batch has one method.
         batches = [
             [(index, id_) for id_ in group]
             for index in range(len(methods))
@@ -311,7 +330,15 @@ class DeploySearch(Search):
         )
 
     def facts(self, table: pd.DataFrame) -> dict[str, Any]:
-        """Facts from ``deploy.csv``, for ``found.yaml`` and :func:`summary_lines`."""
+        """Return what ``found.yaml`` says of the setting to ship, from ``deploy.csv``.
+
+        Args:
+            table: Its rows, a candidate each, with the columns ``selected`` and ``best_last_1`` (True in one row each).
+
+        Returns:
+            Values by name: format, the chosen candidate and its loss, the best candidate for the last token alone, the
+            price (how much higher the loss is as shipped), and the effect on the side task.
+        """
         selected = table[table["selected"]].iloc[0]
         best_last_1 = table[table["best_last_1"]].iloc[0]
         facts: dict[str, Any] = {
@@ -337,10 +364,15 @@ class DeploySearch(Search):
         return summary_lines(block["deploy"]) if "deploy" in block else []
 
     def shipped_sections(self, read: Read) -> list[Section]:
-        """The shipped setting, with its price and its side effect, then the shortlist; none without one."""
+        """Return the report's section on the setting to ship, its price and side effect; empty if there is none.
+
+        Args:
+            read: Returns a table of the run by name, None if there is none.
+        """
         table = read("deploy")
         if table is None:
             return []
+        # Two losses: as searched, for the last token alone, and as the shipped files compute it.
         header = ["candidate", "loss, last token", "loss as shipped", "price"]
         estimates = ["price"]
         if "side_rise" in table:
@@ -355,6 +387,7 @@ class DeploySearch(Search):
             mark = ""
             if row["selected"]:
                 mark = "yes"
+            # It harms the side task more than search.side_rise allows.
             elif not row["allowed"]:
                 mark = "exceeds"
             rows.append([row["candidate"], *cells, mark])
@@ -366,7 +399,13 @@ class DeploySearch(Search):
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The shipped setting, its price and its side effect, a line each."""
+    """Return lines on the setting to ship: its price, its effect on the side task, or that nothing is left to ship.
+
+    The price is how much higher the loss is than that of the best candidate with the last token alone scaled.
+
+    Args:
+        facts: From :meth:`DeploySearch.facts`.
+    """
     lines = []
     unmodified_wins = facts["found"] == display_name(UNMODIFIED)
     if facts["format"] in FOLDING:

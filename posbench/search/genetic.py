@@ -121,7 +121,11 @@ class GeneticSearch(ScaleSearch):
     def fields_for_model(
         self, window: int, spells: bool, layers: int
     ) -> Mapping[str, Any]:
-        """At most one point per grid value of x, if x must rise strictly."""
+        """Return the settings that a model needs: at most one control point per grid value of x.
+
+        That holds if x must rise strictly; else the result is empty. Arguments as of :meth:`Search.fields_for_model`.
+        """
+        # A free curve has no control points, and others may share an x.
         if self.curve == "free" or not self.constrained:
             return {}
         num_x_values = self._max_x(layers) + 1
@@ -132,10 +136,16 @@ class GeneticSearch(ScaleSearch):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
-        """The work of all candidates without racing, then of both methods of the check.
+        """Return the work of all candidates without racing, then of both methods of the check.
 
         Candidates are the unmodified model, the population, mutants, and both children of every crossover; each
         question is asked at three gold positions.
+
+        Args:
+            prompts: Number of calibration questions.
+            answer: Tokens of an answer.
+            layers: Number of layers.
+            channels: Number of channels.
         """
         offspring = self.mutations + 2 * self.crossovers
         candidates = 1 + self.population + self.generations * offspring
@@ -160,7 +170,10 @@ class GeneticSearch(ScaleSearch):
         return [(round(x * self.step_x, 10), self._scale(y)) for x, y in pairs]
 
     def first(self, layers: int) -> Genome:
-        """Points spread evenly over the layers (Eq. 8, rounded to the grid), all at ``start``."""
+        """Return the initial genome: points spread evenly over the layers (Eq. 8, rounded to the grid), at ``start``.
+
+        A genome holds grid indices: x and y of each control point in turn, or one y per layer with ``curve=free``.
+        """
         y = round((self.start - self.low) / self.step_y)
         if self.curve == "free":
             return (y,) * layers
@@ -179,12 +192,18 @@ class GeneticSearch(ScaleSearch):
                 return mutant
 
     def _mutation_ranges(self, genome: Genome, layers: int) -> list[tuple[int, int]]:
-        """Lowest and highest grid index of each coordinate that Eq. 9 allows."""
+        """Return the lowest and highest grid index to which Eq. 9 lets each coordinate of a genome mutate.
+
+        Args:
+            genome: Grid indices: x and y of each control point in turn, or the y of each layer for a free curve.
+            layers: Layers of the model.
+        """
         reach_x = _grid_steps(self.reach_x, self.step_x)
         reach_y = _grid_steps(self.reach_y, self.step_y)
         ranges = []
         for index, value in enumerate(genome):
             lowest = 0
+            # A y; the others are x, which stay between those of their neighbours.
             if self.curve == "free" or index % 2 == 1:
                 highest = _grid_steps(self.high - self.low, self.step_y)
                 reach = reach_y
@@ -219,7 +238,10 @@ class GeneticSearch(ScaleSearch):
         return round(self.low + y * self.step_y, 10)
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``."""
+        """Evolve scales, and write candidates, generations, the curve and the result.
+
+        The files are ``search.csv``, ``generations.csv``, ``curve.csv`` and ``found.yaml``.
+        """
         folder = run.out
         unmodified = (1.0,) * run.lm.layers
         examples, positions = calibration_questions(run.task, self.calibration_seed)
@@ -278,7 +300,15 @@ class GeneticSearch(ScaleSearch):
         return {"points": points, "curve": self.curve, "x": self.x, "scales": None}
 
     def _curve_table(self, genome: Genome, scales: Scales) -> pd.DataFrame:
-        """Return the data of the figure: control points, the curve between them, and the scale of every layer."""
+        """Return the data of the curve's figure: control points, the curve between them, and every layer's scale.
+
+        Args:
+            genome: The genome.
+            scales: Its scale of each layer.
+
+        Returns:
+            Rows of part (``point``, ``curve`` or ``layer``), x (a layer, or between two) and y (its scale).
+        """
         rows: list[tuple[str, float, float]] = []
         if self.curve != "free":
             points = self.control_points(genome)
@@ -290,7 +320,7 @@ class GeneticSearch(ScaleSearch):
     def _sampled_curve(
         self, points: list[tuple[float, float]]
     ) -> list[tuple[float, float]]:
-        """Points (x, y) along the curve, for its figure."""
+        """Return points (x, y) along the curve through control points, for its figure."""
         point_xs = [x for x, _ in points]
         point_ys = [y for _, y in points]
         if self.curve == "bezier":
@@ -303,7 +333,11 @@ class GeneticSearch(ScaleSearch):
         return list(zip(xs, ys, strict=True))
 
     def sections(self, read: Read) -> list[Section]:
-        """Report section: the best candidates, the generations and the curve."""
+        """Return the report's section on the search: the best candidates, the generations and the curve.
+
+        Args:
+            read: Returns a table of the run by name, None if there is none.
+        """
         table = read("search")
         generations = read("generations")
         curve = read("curve")
@@ -376,7 +410,7 @@ class Evolution:
         return self._scales[genome]
 
     def breed(self) -> list[list[Genome]]:
-        """Groups of candidates; the fittest of each group joins the next population.
+        """Return groups of candidates; the fittest of each group joins the next population.
 
         The first generation has one group each for the initial genome and its mutants. Later ones have one group for
         each crossover, its children, then one for each mutant.
@@ -410,33 +444,45 @@ class Evolution:
         The fitness of the last parent can only rise, in this generation and in later ones. So a candidate
         that cannot reach it is never a parent again, and whatever is skipped cannot change a parent or the
         result. Batches do not depend on racing.
+
+        Args:
+            families: Groups of genomes, from :meth:`breed`.
+            scores: Scores so far; gets those of the candidates.
         """
         num_parents = self.search.parents
-        finished = [self.scales(genome) for genome in self.parents]
-        fitnesses = [scores.fitness_bound(scales) for scales in finished]
-        batches = scores.plan_batches([])
+        fully_scored = [self.scales(genome) for genome in self.parents]
+        fitnesses = [scores.fitness_bound(scales) for scales in fully_scored]
+        question_batches = scores.plan_batches([])
         hardest_first = False
         for family in families:
             cutoff = -1.0
             if len(fitnesses) >= num_parents:
                 cutoff = sorted(fitnesses, reverse=True)[num_parents - 1]
+                # Once there are enough candidates: questions that they fail come first.
                 if not hardest_first:
-                    distinct = list(dict.fromkeys(finished))
-                    batches = scores.plan_batches(distinct)
+                    distinct = list(dict.fromkeys(fully_scored))
+                    question_batches = scores.plan_batches(distinct)
                     hardest_first = True
             family_fitnesses = []
             for genome in family:
                 scales = self.scales(genome)
-                if self._finishes(scales, batches, cutoff, scores):
+                if self._finishes(scales, question_batches, cutoff, scores):
                     family_fitnesses.append(scores.fitness_bound(scales))
-                    finished.append(scales)
+                    fully_scored.append(scales)
             if family_fitnesses:
                 fitnesses.append(max(family_fitnesses))
 
     def _finishes(
         self, scales: Scales, batches: list[list[int]], cutoff: float, scores: Scores
     ) -> bool:
-        """Score a candidate batch by batch; False where it stops as its fitness cannot reach the cutoff."""
+        """Score a candidate batch by batch; return False if it was given up, as its fitness cannot reach the cutoff.
+
+        Args:
+            scales: The candidate's scale of each layer.
+            batches: Batches of question indices.
+            cutoff: Fitness of the last parent.
+            scores: Scores so far; gets the candidate's.
+        """
         for batch in batches:
             if self.search.racing and scores.fitness_bound(scales) < cutoff:
                 return False
@@ -444,7 +490,11 @@ class Evolution:
         return True
 
     def step(self, scores: Scores) -> None:
-        """Score a generation, and choose the fitter children, then the parents of the next one."""
+        """Score a generation, and choose the fitter children, then the parents of the next one.
+
+        Args:
+            scores: Scores so far; gets those of the generation.
+        """
         families = self.breed()
         self.race(families, scores)
 
@@ -497,7 +547,18 @@ def _remark(row: pd.Series) -> str:
 
 
 def _candidate_table(best: Scales, scores: Scores) -> pd.DataFrame:
-    """Return all candidates, best first; one that was given up has the highest accuracy it could have had."""
+    """Return the table of all candidates, best first.
+
+    One that was given up has the highest accuracy it could still have had.
+
+    Args:
+        best: The result's scales.
+        scores: Scores of all candidates.
+
+    Returns:
+        A row for each, with columns fitness, the accuracy at each gold position, scored (number of prompts), complete,
+        unmodified, selected, and scale_0, scale_1, ... of the layers.
+    """
     rows = []
     for scales in sorted(scores.values, key=scores.rank_key):
         scored = int(np.isfinite(scores.values[scales]).sum())

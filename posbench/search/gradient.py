@@ -53,10 +53,16 @@ class GradientSearch(ScaleSearch):
     def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
-        """The work of the training, then of the unmodified model and the result.
+        """Return the work of the training, then of the unmodified model and the result.
 
         With fixed weights the backward pass of an example takes as long as its forward pass, and counts as a
         second read. The two methods answer the calibration questions and the held-back ones.
+
+        Args:
+            prompts: Number of calibration questions.
+            answer: Tokens of an answer.
+            layers: Number of layers.
+            channels: Number of channels.
         """
         training_reads = 2 * self.epochs * self.samples
         questions = len(POSITIONS) * (prompts + (self.held_back or prompts))
@@ -84,6 +90,7 @@ class GradientSearch(ScaleSearch):
         start = float(self.start)
         scales = torch.full((lm.layers,), start, device=lm.device, requires_grad=True)
         optimizer = torch.optim.Adam([scales], lr=self.learning_rate)
+        # A killed search goes on after its last epoch.
         state = load_state(run)
         history: list[dict[str, float]] = state.get("history", [])
         if state:
@@ -112,6 +119,7 @@ class GradientSearch(ScaleSearch):
 
         unmodified = (1.0,) * lm.layers
         trained = tuple(scales.tolist())
+        # Accuracy of the result, by generated replies.
         scores = Scores(
             self, np.array(positions), make_evaluator(lm, run.task, examples)
         )
@@ -123,7 +131,12 @@ class GradientSearch(ScaleSearch):
         self.write_scales(run, parameters, trained, scores, description)
 
     def _batches(self, epoch: int, pools: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Batches of the example indices of an epoch, drawn from ``pools`` by the weights of the positions."""
+        """Return batches of example indices for an epoch, drawn by the weights of the gold positions.
+
+        Args:
+            epoch: Index of the epoch, which seeds the draw.
+            pools: Indices of the examples at each gold position.
+        """
         rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
         sample = []
         for _ in range(self.samples):
@@ -162,7 +175,7 @@ def answer_loss(
 
 
 def _position_divider(scale: Tensor) -> Callable[[rope.RotaryCall], rope.RotaryCall]:
-    """A change of rotary calls that divides positions by ``scale``, a scalar."""
+    """Return a change of rotary calls that divides positions by a scalar tensor, through which gradients flow."""
 
     def divide(call: rope.RotaryCall) -> rope.RotaryCall:
         scaled = call.positions.float() / scale.to(call.positions.device)
@@ -172,7 +185,7 @@ def _position_divider(scale: Tensor) -> Callable[[rope.RotaryCall], rope.RotaryC
 
 
 def _table_with_gradients(call: rope.RotaryCall) -> rope.Table:
-    """Cosines and sines of a rotary call, differentiable by its positions."""
+    """Return cos and sin of a rotary call, differentiable by its positions."""
     # The library computes its tables without gradients; below that decorator is the same function with them.
     forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
     # As accelerate's hooks would do, which this call bypasses, too.

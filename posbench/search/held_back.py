@@ -84,7 +84,11 @@ def was_checked(facts: Mapping[str, Any]) -> bool:
 
 
 def summary_line(facts: Mapping[str, Any]) -> str:
-    """The check in one line."""
+    """Return one line on whether the search's result is better on held-back prompts, too.
+
+    Args:
+        facts: A row of ``held_back.csv``.
+    """
     if not was_checked(facts):
         reason = f"{facts['n']} are left, and {MIN_QUESTIONS} questions are needed"
         return f"what was found is not checked on held-back prompts: {reason}"
@@ -111,7 +115,11 @@ def summary_sentence(facts: Mapping[str, Any]) -> str:
 
 
 def sections(table: pd.DataFrame | None) -> list[Section]:
-    """The check as a part of the report; none without a search."""
+    """Return the report's section on the check with held-back prompts; empty without a search.
+
+    Args:
+        table: ``held_back.csv``.
+    """
     if table is None:
         return []
     facts = {str(name): value for name, value in table.iloc[0].items()}

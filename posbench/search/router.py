@@ -80,7 +80,10 @@ class RouterSearch(Search):
         self.texts(run)
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv``, a row per step, and the router; the first tenth of the texts is held out."""
+        """Train the routers of MoICE; the first tenth of the texts is held out.
+
+        Writes ``search.csv`` (a row per step), the routers' weights and ``found.yaml``.
+        """
         method = run.method.trial()
         texts = self.texts(run)
         assert isinstance(method, MoICE)
@@ -132,6 +135,7 @@ class RouterSearch(Search):
         router_logits: dict[int, torch.Tensor] = {}
         queue: list[Sequence[int]] = []
         steps = []
+        # Only the routers are trained.
         lm.model.requires_grad_(False)
         try:
             listen = router_logits.__setitem__
@@ -150,6 +154,7 @@ class RouterSearch(Search):
                             ]
                         )
                         aux = auxiliary_loss(logits, top_k)
+                        # Gradients add up over the batch, one text at a time.
                         ((loss + self.aux * aux) / self.batch).backward()
                         largest_weight = (
                             mixture_weights(logits.detach(), top_k).amax(-1).mean()
@@ -174,7 +179,7 @@ class RouterSearch(Search):
         routers: Mapping[int, Router],
         method: MoICE,
     ) -> dict[str, list[float]]:
-        """Loss of each text under the unmodified model, an even mixture, and the trained one.
+        """Return the loss of each text under the unmodified model, an even mixture, and the trained one.
 
         Args:
             lm: The model.
@@ -193,7 +198,7 @@ class RouterSearch(Search):
         return losses
 
     def held_back_examples(self, run: Run, count: int | None) -> list[Example]:
-        """See :meth:`Search.held_back_examples`; of a file, the texts that the router is not trained on."""
+        """Return prompts that the routers are not trained on, at most ``count``; None: as many as there are."""
         if self.data is None:
             return super().held_back_examples(run, count)
         examples = self._examples(run)
@@ -212,7 +217,11 @@ class RouterSearch(Search):
         return losses
 
     def texts(self, run: Run) -> list[list[int]]:
-        """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
+        """Return the token ids of the texts to train on.
+
+        Raises:
+            UserError: A line of the file has another form, or there are too few texts.
+        """
         pairs = [encode_with_answer(run.lm, e) for e in self._examples(run)]
         texts = [self._shorten(*pair) for pair in pairs]
         if len(texts) < MIN_TEXTS:
@@ -226,7 +235,7 @@ class RouterSearch(Search):
         return (prompt_ids + answer_ids)[: self.longest]
 
     def _examples(self, run: Run) -> list[Example]:
-        """Prompt and answer of each text."""
+        """Return the texts to train on as examples with prompt and answer: of the user's file, else of the task."""
         if self.data is None:
             return run.task.examples("calibration")
         with renamed("task.", "search."):

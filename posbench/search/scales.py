@@ -74,7 +74,7 @@ class ScaleSearch(Search):
         )
 
     def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
-        """Weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
+        """Return the weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
 
         A prompt's weight is three times its gold position's weight, as each position has a third of the prompts.
         """
@@ -174,7 +174,10 @@ class Scores:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def accuracy_bounds(self, scales: Scales) -> list[float]:
-        """Return the highest possible accuracy at beginning, middle and end: unscored examples count as right."""
+        """Return the highest accuracy that scales can still reach at beginning, middle and end.
+
+        Examples that were not scored yet count as right.
+        """
         unscored = np.ones(len(self.positions))
         scores = np.nan_to_num(self.values.get(scales, unscored), nan=1.0)
         bounds = []
@@ -195,9 +198,13 @@ class Scores:
         return -self.fitness_bound(scales), -lowest_accuracy, distance
 
     def plan_batches(self, finished: Sequence[Scales]) -> list[list[int]]:
-        """Batches of example indices, ordered so that the examples that cost finished candidates most come first.
+        """Return batches of example indices, those first that cost the finished candidates the most fitness.
 
         The race then drops a bad candidate after few batches.
+
+        Args:
+            finished: Scales of candidates that are scored on all examples; without any, examples of the largest weight
+                come first.
         """
         counts = np.bincount(self.positions, minlength=len(POSITIONS))
         weight_per_example = np.array(self.search.weights) / np.maximum(counts, 1)
@@ -211,7 +218,7 @@ class Scores:
 def calibration_questions(
     task: Task, seed: int | None = None, held_back: int | None = None
 ) -> tuple[list[Example], list[int]]:
-    """Calibration questions, each asked three times: answer at the beginning, in the middle and at the end.
+    """Return calibration questions, each asked three times: answer at the beginning, in the middle and at the end.
 
     Args:
         task: Its three ``calibration_positions`` are used where it has them, else 0, n // 2 and n - 1.

@@ -47,7 +47,7 @@ def paper_filter(
     scaled: bool = False,
     monotone_only: bool = True,
 ) -> ChannelStatistics:
-    """The filter as the paper's text has it.
+    """Rank channels by the filter as the paper's text has it.
 
     A sliding mean, the first positions dropped (Section 2.3), a cubic least-squares fit (Appendix C.1); a
     layer counts when the fit's derivative keeps one sign; a channel passes in more than a quarter of the
@@ -63,6 +63,10 @@ def paper_filter(
             program does; otherwise a channel of small values counts as smooth whatever its shape. A constant
             curve has no scale and makes the smoothness infinite.
         monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
+
+    Returns:
+        By channel the direction in each layer (1 rising, -1 falling, 0 neither), the number of monotone layers and the
+        smoothness; and the channels that pass, the smoothest first.
     """
     num_layers, num_positions, _ = curves.shape
     if num_positions - window + 1 - skip < MIN_CURVE_POSITIONS:
@@ -83,6 +87,7 @@ def paper_filter(
     direction = rising.astype(np.int8) - falling.astype(np.int8)
 
     monotone = direction != 0
+    # Layers over which smoothness is summed.
     counted = monotone if monotone_only else np.ones_like(monotone)
     num_counted = counted.sum(0)
     measured = means
@@ -138,6 +143,7 @@ def official_filter(hidden: Array) -> ChannelStatistics:
     design = np.vander(x / x[-1], 4, increasing=True)
     solve = np.linalg.pinv(design)
     for row in range(2, num_rows - 1):
+        # A cubic least-squares fit of every channel at once.
         fitted = design @ (solve @ _scaled_to_unit(curves[row, OFFICIAL_SKIP:]))
         steps = np.diff(fitted, axis=0)
         moves = np.isfinite(steps).all(0) & (np.abs(steps).max(0) > 0)
@@ -153,6 +159,7 @@ def official_filter(hidden: Array) -> ChannelStatistics:
             smoothness[row, usable] = (np.diff(smooth, n=2, axis=0) ** 2).sum(0)
     rising = direction == 1
     falling = direction == -1
+    # Only layers in the direction that more layers have.
     majority = np.where(rising.sum(0) > falling.sum(0), rising, falling)
     num_monotone = majority.sum(0)
     lowest = np.where(majority, smoothness, np.inf).min(0)

@@ -139,6 +139,7 @@ def resampled(
     strata = np.zeros(len(names), dtype=np.int64)
     if stratified:
         occurs = np.stack(sizes, axis=1) > 0
+        # Groups that share a cluster, directly or through others, are one stratum.
         shares_cluster = occurs.T.astype(float) @ occurs > 0
         _, parts = scipy.sparse.csgraph.connected_components(shares_cluster)
         _, strata = np.unique(parts[occurs.argmax(1)], return_inverse=True)
@@ -189,10 +190,13 @@ def resampled_means(
 
 
 def tail(num_clusters: int) -> float:
-    """Share of the draws to leave out beyond each end of a percentile interval.
+    """Return the share of the draws to leave out beyond each end of a percentile interval.
 
     2.5 %, and less for few clusters, whose draws vary too little (Hesterberg 2015, "expanded percentile
     interval").
+
+    Args:
+        num_clusters: Clusters that were drawn, 2 or more.
     """
     t = scipy.special.stdtrit(num_clusters - 1, 0.975)
     expansion = np.sqrt(num_clusters / (num_clusters - 1))
@@ -253,10 +257,15 @@ def statistic(
 def difference(
     values: Values, clusters: Sequence[str], weights: Values | None = None
 ) -> Estimate:
-    """Estimate the mean of paired differences, or of any numbers; see :func:`mean` for the weights.
+    """Estimate the mean of paired differences, or of any numbers, with a 95 % interval over clusters.
 
     The interval over clusters is Student's, with the skewness of the clusters' sums removed by Hall's (1992)
     cubic transformation; NaN for a single cluster.
+
+    Args:
+        values: The numbers.
+        clusters: The cluster (question) of each.
+        weights: The weight of each; None: equal ones. See :func:`mean`.
     """
     array = np.asarray(values, dtype=np.float64)
     relative = _relative_weights(array, weights)
@@ -283,11 +292,17 @@ def paired(
     clusters: Sequence[str],
     weights: Values | None = None,
 ) -> Estimate:
-    """Estimate the mean of the paired differences ``after - before``; see :func:`mean` for the weights.
+    """Estimate the mean of the paired differences ``after - before``, with a 95 % interval over clusters.
 
     Scores in 0..1 get Bonett and Price's (2012) interval, which adds half a pair of each sign, with n divided
     by the design effect; the added pairs of scores strictly between 0 and 1 differ by the root mean square of
     those that differ. Anything else gets the interval of :func:`difference`.
+
+    Args:
+        after: One number of each pair.
+        before: The other one.
+        clusters: The cluster (question) of each pair.
+        weights: The weight of each pair; None: equal ones. See :func:`mean`.
     """
     pairs = np.array([after, before], dtype=np.float64)
     array = pairs[0] - pairs[1]
@@ -318,6 +333,11 @@ def mean(
     Where clusters hold several values, Wilson's n is divided by the design effect (Korn and Graubard 1998), and t's
     quantile replaces the normal one; its degrees of freedom are the clusters with the rarer answer, at least 3. Scores
     strictly between 0 and 1 count as the number of right-or-wrong ones of equal variance.
+
+    Args:
+        values: The numbers.
+        clusters: The cluster (question) of each.
+        weights: The weight of each; None: equal ones.
     """
     array = np.asarray(values, dtype=np.float64)
     if (array < 0).any() or (array > 1).any():
@@ -368,9 +388,11 @@ def _effective_size(values: Array, weights: Array, sums: Array, sizes: Array) ->
     """
     n = len(values)
     num_clusters = len(sums)
+    # Values of unequal weight are worth fewer of equal weight.
     kish = n**2 / (weights**2).sum()
     value = (weights * values).mean()
     variance = (weights * (values - value) ** 2).mean()
+    # Then there is no variance within clusters to compare with.
     if num_clusters in (1, n) or variance == 0:
         return float(max(num_clusters * kish / n, 1))
     squared_errors = ((sums - sizes * value) ** 2).sum()
@@ -382,7 +404,13 @@ def _effective_size(values: Array, weights: Array, sums: Array, sizes: Array) ->
 def _cluster_sums(
     values: Array, weights: Array, clusters: Sequence[str]
 ) -> tuple[Array, Array]:
-    """Weighted sum and summed weights of the values of every cluster, [C] each."""
+    """Return the weighted sum of the values of every cluster, and the sum of their weights, [C] each.
+
+    Args:
+        values: The values, [n].
+        weights: Their weights, [n].
+        clusters: The cluster of each, [n].
+    """
     _, indices = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(indices, weights=weights * values).astype(float)
     sizes = np.bincount(indices, weights=weights).astype(float)
@@ -398,7 +426,13 @@ def normal(values: Array) -> Estimate:
 
 
 def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
-    """Wilson score interval of a proportion, from the sum of n >= 1 scores in 0..1; ``z`` sets its level."""
+    """Return both ends of the Wilson score interval of a proportion.
+
+    Args:
+        successes: Sum of the scores, each 0..1.
+        n: Number of scores, at least 1; may be a fraction, as an effective number is.
+        z: Normal quantile that sets the level of the interval.
+    """
     p = successes / n
     z2 = z**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)

@@ -168,6 +168,7 @@ class Finding:
         """
         is_inside = low < estimate.ci_low and estimate.ci_high < high
         is_beyond = estimate.ci_low > high or estimate.ci_high < low
+        # An interval without width, on the bound, is no test.
         is_bound_itself = estimate.ci_low == estimate.ci_high in (low, high)
         p = math.nan if is_bound_itself else p_value(estimate, low, high)
         finding = cls.tested(is_inside, claim, statistic, estimate, p, note)
@@ -186,7 +187,7 @@ class Finding:
         bound: float,
         note: str = "",
     ) -> Self:
-        """State the claim that a number lies above a bound; see :meth:`within`."""
+        """Return the finding on the claim that a number lies above a bound; arguments as of :meth:`within`."""
         return cls.within(claim, statistic, estimate, bound, math.inf, note)
 
     @classmethod
@@ -198,12 +199,19 @@ class Finding:
         bound: float,
         note: str = "",
     ) -> Self:
-        """State the claim that a number lies below a bound; see :meth:`within`."""
+        """Return the finding on the claim that a number lies below a bound; arguments as of :meth:`within`."""
         return cls.within(claim, statistic, estimate, -math.inf, bound, note)
 
     @classmethod
     def untestable(cls, claim: str, statistic: str, note: str, n: int = 0) -> Self:
-        """State that a run says nothing about a claim; the note says why."""
+        """Return the finding that a run says nothing about a claim.
+
+        Args:
+            claim: The claim.
+            statistic: What would have been measured.
+            note: Why it was not.
+            n: Number of observations, if there are any.
+        """
         return cls(
             claim=claim,
             statistic=statistic,
@@ -279,6 +287,11 @@ def p_value(
     Between the bounds it is the larger p of the two, beyond a bound that bound's p. The p is normal, with the
     half of the interval towards the bound as 1.96 standard errors: below 0.05 exactly where the interval leaves
     the bound out, also where the interval is lopsided. NaN without a finite bound.
+
+    Args:
+        estimate: The number with its 95 % interval.
+        low: Lower bound of the claim.
+        high: Upper bound of the claim.
     """
     value = estimate.value
     if not estimate.ci_low < value < estimate.ci_high:
@@ -296,7 +309,13 @@ def p_value(
 
 
 def _bound_p(value: float, estimate: Estimate, bound: float) -> float:
-    """Two-sided normal p of one bound, from a value and the half of its interval towards the bound."""
+    """Return the two-sided normal p of one bound.
+
+    Args:
+        value: The number.
+        estimate: Its interval, of which the half towards the bound is 1.96 standard errors.
+        bound: The bound.
+    """
     half = estimate.ci_high - value
     if bound < value:
         half = value - estimate.ci_low
@@ -351,10 +370,11 @@ def holm(p: Sequence[float]) -> Array:
 
 
 def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Rest the verdicts of one study on one model on adjusted p values.
+    """Return findings whose verdicts rest on p values adjusted for their number (Holm).
 
-    A family is the paper's claims there, our controls, or the sources of a bias. In it the chance that any true
-    bound is taken for passed is at most 5 %: a verdict whose adjusted p is larger becomes ``inconclusive``.
+    All are from one study on one model. A family is the paper's claims there, our controls, or the sources of a bias.
+    In it the chance that any true bound is taken for passed is at most 5 %: a verdict whose adjusted p is larger
+    becomes ``inconclusive``.
     """
     result = list(findings)
     for kind in get_args(Kind):

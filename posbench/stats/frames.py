@@ -22,7 +22,11 @@ def display_name(method: object) -> str:
 
 
 def need_columns(frame: pd.DataFrame, name: str, *columns: str) -> None:
-    """Raise `UserError` if a column is missing or the frame has no row."""
+    """Refuse a frame that lacks a column, or has no row.
+
+    Raises:
+        UserError: Says so; ``name`` is what the frame is called there.
+    """
     missing = [column for column in columns if column not in frame]
     if missing:
         problem = f"columns missing: {', '.join(missing)}"
@@ -35,7 +39,11 @@ def need_columns(frame: pd.DataFrame, name: str, *columns: str) -> None:
 
 
 def need_single_value(frame: pd.DataFrame, name: str, *columns: str) -> None:
-    """Raise `UserError` if a column holds several values, which a single panel would mix up."""
+    """Refuse a frame in which a column holds several values, which a single panel would mix up.
+
+    Raises:
+        UserError: Says so; ``name`` is what the frame is called there.
+    """
     for column in columns:
         if column not in frame:
             continue
@@ -47,7 +55,7 @@ def need_single_value(frame: pd.DataFrame, name: str, *columns: str) -> None:
 
 
 def metric_of_task(metrics: pd.DataFrame) -> pd.Series:
-    """For each row the metric that its task is judged by: the first one in the task's table."""
+    """Return for each row of metrics.csv the metric that its task is judged by: the first one in the task's rows."""
     task = pd.Series("", index=metrics.index)
     if "task" in metrics:
         task = metrics["task"]
@@ -66,7 +74,12 @@ def metric_name(metrics: pd.DataFrame) -> str:
 
 
 def rows_of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of one metric: the task's own (empty), its paired ``difference``, or one by its name."""
+    """Return the rows of one metric.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        metric: Its name; empty for the task's own metric, ``difference`` for that one's paired differences.
+    """
     name: pd.Series | str = metric
     if metric == "":
         name = metric_of_task(metrics)
@@ -76,7 +89,7 @@ def rows_of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
 
 def rows_at_positions(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the task's own metric at a gold position (not `all`), with `depth` as a number in 0..1.
+    """Return the rows of the task's own metric at a gold position (not `all`), with `depth` as a number in 0..1.
 
     Where the task does not say how many items its prompts hold, the last position counts as 1.
     """
@@ -94,7 +107,7 @@ def rows_over_all_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataF
 
 
 def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
-    """Attention to the gold item alone (item = gold_position), with the `depth` (0..1) of the gold item."""
+    """Return the rows of an attention table on the gold item (item = gold_position), with its `depth` (0..1)."""
     columns = ("method", "gold_position", "layer", "item", "attention")
     need_columns(attention, "attention", *columns)
     last_item = attention["item"].max()
@@ -110,9 +123,12 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
 
 
 def strongest_layer(gold: pd.DataFrame) -> int:
-    """The layer (0-based) with the most attention to the gold item on average.
+    """Return the layer (0-based) with the most attention to the gold item on average.
 
     Of the unmodified model's rows where it has some, else of all.
+
+    Args:
+        gold: Rows of :func:`gold_attention`.
     """
     rows = gold[gold["method"] == UNMODIFIED]
     if rows.empty:

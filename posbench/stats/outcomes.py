@@ -95,7 +95,7 @@ def outcome_of_row(row: Mapping[str, Any]) -> str:
 
 
 def kind_of_row(row: Mapping[str, Any]) -> str:
-    """The metric of :data:`OUTCOME_METRICS` that counts a row; empty for an answer."""
+    """Return the metric of :data:`OUTCOME_METRICS` that counts a row without an answer; empty for an answer."""
     outcome = outcome_of_row(row)
     if outcome == ANSWERED:
         return ""
@@ -159,6 +159,7 @@ def missing_note(
     varies = False
     if share > 0 and len(by_position) > 1:
         gap = np.ptp(by_position.to_numpy())
+        # The difference between positions that chance alone gives.
         null = shuffled_gaps(placed, "is_missing", resamples, seed)
         p = (1 + (null >= gap - 1e-12).sum()) / (1 + len(null))
         varies = bool(p <= MISSING_ALPHA)

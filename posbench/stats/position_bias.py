@@ -203,7 +203,15 @@ def dip_from_curve(
 
 
 def _dips_from_ends(means: Array, middle: NDArray[np.bool_]) -> Array:
-    """1 - mean in the middle / first and last position of curves [N, K], [N, 2]; NaN where an end is 0."""
+    """Return 1 - mean in the middle / mean at an end, for the first and the last position of curves.
+
+    Args:
+        means: Curves, [N, K].
+        middle: Mask of the positions in the middle, [K].
+
+    Returns:
+        [N, 2]; NaN where an end is 0.
+    """
     ends = means[:, [0, -1]]
     missing = np.full((len(means), 2), np.nan)
     if not middle.any():
@@ -260,9 +268,13 @@ def score_limit_note(
 def ceiling_note(positions: Iterable[Estimate], questions: int) -> str:
     """Explain that no score is surely below 1, give or take :data:`NEGLIGIBLE_SHARE`; see :func:`score_limit_note`.
 
+    Args:
+        positions: Mean score at each gold position.
+        questions: Questions at each position.
+
     Returns:
         ``at the ceiling: ...``; ``too few questions: ...`` if their number could not show the opposite even with all
-            wrong (Wilson's interval); empty where a score is surely lower.
+        wrong (Wilson's interval); empty where a score is surely lower.
     """
     ceiling = 1 - NEGLIGIBLE_SHARE
     if min(estimate.ci_high for estimate in positions) < ceiling:
@@ -276,6 +288,8 @@ def floor_note(
     positions: Iterable[Estimate], average: Estimate, chance: float, questions: int
 ) -> str:
     """Explain that no score is surely above a guess, give or take :data:`NEGLIGIBLE_SHARE`.
+
+    Arguments as of :func:`score_limit_note`.
 
     Returns:
         ``at the floor: ...``. If the number of questions could not show the opposite even with all right, and the
@@ -326,14 +340,19 @@ def statistic_rows(
         chance: Score of a guess, 0..1.
         notes: Why nothing can be said about a method, by its name; by default its :func:`score_limit_note`.
         anytime: Intervals that hold at any time, by method, for methods whose scores decided the number of questions.
+
+    Yields:
+        Rows of method, statistic, estimate (NaN where nothing can be said) and note (why).
     """
     placed = frame.dropna(subset=["gold_position", name])
+    # A curve of fewer positions has no middle.
     if placed["gold_position"].nunique() < 3:
         return
     all_curves = position_curves(placed, name, "method", resamples, seed)
     complete = [
         method for method, (curve, _) in all_curves.items() if not np.isnan(curve).any()
     ]
+    # The unmodified model first: the others are compared with it.
     complete.sort(key=lambda method: method != unmodified)
     base: CurveEstimates | None = None
     base_note = ""
@@ -358,6 +377,7 @@ def statistic_rows(
         floor = (notes or {}).get(method, "")
         floor = floor or floor_note(positions, average, chance, questions)
         note = floor or ceiling_note(positions, questions)
+        # The gap that chance alone gives, for comparison.
         gaps = shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])
         gap_null = Estimate(float(gaps.mean()), low, high, len(part))
@@ -366,6 +386,7 @@ def statistic_rows(
         if anytime and method in anytime:
             held = anytime[method]
             by_key = zip(("position_bias", "primacy", "recency"), held[:3], strict=True)
+            # These statistics decided the number of questions, so they need such intervals.
             own |= {key: e._replace(n=own[key].n) for key, e in by_key}
             contrasts = list(held.contrasts)
 
@@ -374,6 +395,7 @@ def statistic_rows(
         for position, contrast in zip(groups, contrasts, strict=True):
             row = StatisticRow(method, CONTRAST, _unless(floor, contrast), floor)
             yield row._replace(position=float(position))
+        # A difference says nothing where one of the two methods says nothing.
         either_note = note or base_note
         for key in BOOTSTRAPPED:
             yield StatisticRow(method, key, _unless(note, own[key]), note)
@@ -482,9 +504,15 @@ class CurveEstimates:
         )
 
     def difference_from(self, base: CurveEstimates, key: str) -> Estimate:
-        """Difference of a statistic from another method's on the same questions."""
+        """Estimate a statistic of position bias minus that of another method on the same questions.
+
+        Args:
+            base: Estimates of the other method.
+            key: Name of the statistic.
+        """
         own_estimate = self.by_statistic[key]
         base_estimate = base.by_statistic[key]
+        # Of a middle drop the interval is not from draws; they only give the correlation.
         if key != "middle_drop":
             value = own_estimate.value - base_estimate.value
             draws = self.draws[key] - base.draws[key]
@@ -518,9 +546,10 @@ def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -
         The draws with noise, [R, K].
     """
     shares = (curve * sizes + 0.5) / (sizes + 1)
-    lacking = shares * (1 - shares) / (sizes + 1) - curve * (1 - curve) / sizes
+    # The variance with half a prompt more of each kind, minus that of the draws.
+    missing_variance = shares * (1 - shares) / (sizes + 1) - curve * (1 - curve) / sizes
     noise = np.random.default_rng(seed).normal(size=draws.shape)
-    return draws + np.sqrt(np.maximum(lacking, 0)) * noise
+    return draws + np.sqrt(np.maximum(missing_variance, 0)) * noise
 
 
 def largest_gap(curve: Array, draws: Array, n: int, questions: int) -> Estimate:
@@ -538,6 +567,7 @@ def largest_gap(curve: Array, draws: Array, n: int, questions: int) -> Estimate:
     if questions < 2:
         return Estimate(gap, np.nan, np.nan, n)
     unit = np.eye(len(curve))
+    # Every difference of two positions, as weights.
     contrasts = (unit[:, None] - unit)[~unit.astype(bool)]
     maxima = draws.max(1) - draws.min(1)
     low, high = _largest_interval(contrasts, curve, draws, maxima, tail(questions))
@@ -567,6 +597,7 @@ def _largest_interval(
     differences = contrasts - contrasts[values.argmax()]
     variances = np.einsum("pk,kl,pl->p", differences, covariance, differences)
     margins = 2 * Z95 * np.sqrt(np.maximum(variances, 0))
+    # Contrasts that may be the largest in truth.
     candidates = contrasts[values >= values.max() - margins]
     errors = (draws - curve) @ candidates.T
     scale = np.maximum(errors.std(0), 1e-12)
@@ -580,6 +611,12 @@ def shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> A
     """Best minus worst gold position after shuffling the positions, for each of R shuffles, [R].
 
     Positions are shuffled within each question where questions are asked at several, else among all prompts.
+
+    Args:
+        part: Rows of one method: ``cluster`` (the question), ``gold_position``, and the score.
+        name: Column of the score.
+        resamples: Number of shuffles R.
+        seed: Seed of the shuffles.
     """
     _, questions = np.unique(part["cluster"], return_inverse=True)
     order = np.argsort(questions, kind="stable")

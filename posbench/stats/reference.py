@@ -34,7 +34,11 @@ def reference_tables() -> dict[str, Path]:
 
 
 def read_table(file: str, *columns: str) -> pd.DataFrame:
-    """Read a table of a ``reference/`` folder or of the user's own path, every cell as printed.
+    """Return a table of numbers printed in a paper, every cell as text.
+
+    Args:
+        file: Its name in a ``reference/`` folder, or an absolute path.
+        columns: Columns that it must have.
 
     Raises:
         UserError: There is no such file, or it lacks one of the columns.
@@ -122,6 +126,10 @@ class Reference:
         Each row requires the setting of its own model. A label such as ``25%`` becomes the index that the
         task gives it. An average over other gold positions than the run's is left out.
 
+        Args:
+            task: The run's task.
+            model: Name of its model.
+
         Returns:
             The rows of :meth:`rows` that apply, and why there are none, or no averages.
 
@@ -140,13 +148,16 @@ class Reference:
                 if value not in allowed:
                     mismatches.append(_mismatch(key, value, allowed))
         if mismatches:
-            listed = ", ".join(mismatches)
-            note = f"This run has {listed}: the paper's numbers do not apply to it."
+            mismatch_text = ", ".join(mismatches)
+            note = (
+                f"This run has {mismatch_text}: the paper's numbers do not apply to it."
+            )
             return [], note
         task_fields = vars(task)
         applicable = [
             row
             for row in rows
+            # The run's task has the settings that the paper used for that model.
             if self._setting(row["model"]).items() <= task_fields.items()
         ]
         return _at_gold_positions(applicable, task)
@@ -156,7 +167,11 @@ class Reference:
         return {**self.setting, **self.settings.get(model, {})}
 
     def _allowed_settings(self, model: str) -> dict[str, list[Any]]:
-        """Values that each task field may have in a run of a model; of any model where it has no setting."""
+        """Return by task field the values under which the paper's numbers for a model apply.
+
+        Args:
+            model: The model; one without settings of its own may have those of any model.
+        """
         models = list(self.settings)
         if model in self.settings or not self.settings:
             models = [model]
@@ -189,13 +204,16 @@ class Reference:
             raise UserError(key, self.paper_task, allowed, "check the name")
         self._check_names(printed, methods)
 
+        # Blank cells say that the paper did not measure.
         filled = printed[~printed["value"].isin(BLANKS)]
         values = pd.to_numeric(filled["value"], errors="coerce")
         for text in filled.loc[values.isna(), "value"]:
             key = "experiment.reference.file"
             hint = f"correct {self.file}, or leave the cell blank"
             raise UserError(key, text, "numbers in the column value", hint)
+        # All values become shares, 0..1.
         is_percent = self.percent | filled["metric"].str.endswith("(%)")
+        # Our name of the paper's task may be ``task/subset``.
         task_and_subset = filled["task"].map(tasks).str.partition("/")
         subset = task_and_subset[2]
         position = filled["position"].replace("", "all").replace(self.positions)
@@ -218,7 +236,15 @@ class Reference:
         return rows
 
     def _check_names(self, printed: pd.DataFrame, methods: Mapping[str, str]) -> None:
-        """Raise `UserError` for a mapped name that is not in the paper's table."""
+        """Refuse names in the experiment's YAML that do not occur in the paper's table.
+
+        Args:
+            printed: The paper's table.
+            methods: Our names of methods, by the paper's.
+
+        Raises:
+            UserError: Names the key, the name, and those that occur.
+        """
         names_by_field: dict[str, tuple[str, Iterable[str]]] = {
             "paper_task": ("task", [self.paper_task]),
             "further_tasks": ("task", self.further_tasks),

@@ -60,11 +60,15 @@ class ScoreGroup(NamedTuple):
     def mean(
         self, rows: pd.DataFrame, weights: pd.Series[float] | None = None
     ) -> Estimate:
-        """Estimate the mean, of values or of paired differences, over some of the rows.
+        """Estimate the mean, of values or of paired differences, over some of the group's rows.
 
         Args:
             rows: The rows.
             weights: Weight of each row; None: equal weights.
+
+        Returns:
+            The mean of the scores; where the group's label is METRIC_difference, of the score minus the unmodified
+            model's. Without a score, an estimate of NaN.
         """
         rows = rows.dropna(subset=[self.metric])
         if rows.empty:
@@ -74,6 +78,7 @@ class ScoreGroup(NamedTuple):
         row_weights = None if weights is None else weights[rows.index].to_numpy()
         if self.label == self.metric:
             return mean(values, clusters, row_weights)
+        # The unmodified model's score of the same prompt.
         base = rows[f"{self.metric}_base"].to_numpy()
         return paired(values, base, clusters, row_weights)
 
@@ -128,6 +133,7 @@ class Tabulator:
         notes = self._missing_notes(frame)
         lines = []
         for group in self._groups(frame, metrics):
+            # Rows at each gold position, for metrics that make sense there.
             if group.metric in (task_metric, *self.task.metrics_by_position):
                 asked = group.rows
                 if group.label == task_metric:
@@ -142,6 +148,7 @@ class Tabulator:
                             "note": "",
                         }
                     )
+            # Then the row over all positions; a mean over subsets, where the task says so.
             total = totals.get((group.method, group.label))
             is_missing = group.label == task_metric and bool(notes[group.method])
             if total is None and (len(group.rows) or is_missing):
@@ -151,6 +158,7 @@ class Tabulator:
                 if group.metric == task_metric:
                     note = notes[group.method]
                     if group.label != group.metric:
+                        # A difference is invalid if either of the two scores is.
                         note = note or notes[self.unmodified]
                 elif group.label == WHOLE_REPLY:
                     note = first_line_note(
@@ -173,6 +181,7 @@ class Tabulator:
             )
         )
         statistics += self._missing_statistics(frame, notes, statistics)
+        # Position bias and its parts.
         for row in statistics:
             line = self._line(row.method, row.statistic, row.estimate)
             cells: Mapping[str, Any] = OVER_ALL
@@ -182,7 +191,11 @@ class Tabulator:
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
     def _missing_notes(self, frame: pd.DataFrame) -> dict[str, str]:
-        """Return for each method why missing answers invalidate its scores; empty if they do not."""
+        """Return for each method why missing answers invalidate its scores; an empty text if they do not.
+
+        Args:
+            frame: A row for each method and prompt.
+        """
         return {
             str(method): outcomes.missing_note(
                 rows,
@@ -200,19 +213,31 @@ class Tabulator:
         notes: Mapping[str, str],
         statistics: Sequence[StatisticRow],
     ) -> list[StatisticRow]:
-        """Empty statistics of methods whose answers are missing altogether at some gold position."""
+        """Return empty statistics of position bias for methods without any answer at some gold position.
+
+        Args:
+            frame: A row for each method and prompt.
+            notes: Why scores are invalid, by method.
+            statistics: Those that were computed; their methods are left out.
+        """
         measured = {row.method for row in statistics}
         positions = frame.groupby("method")["gold_position"].nunique()
         return [
             StatisticRow(method, statistic, NO_ESTIMATE, note)
             for method, note in notes.items()
+            # A position bias needs more than two positions.
             if note and method not in measured and positions[method] > 2
             for statistic in position_bias.STATISTICS
         ]
 
     def _outcome_lines(self, frame: pd.DataFrame) -> list[dict[str, Any]]:
-        """The shares of each kind of missing answers of each method, at each gold position and over all; none where no
-        row is of that kind."""
+        """Return rows of metrics.csv with the share of each kind of missing answer, by method and gold position.
+
+        Kinds that occur in no row are left out.
+
+        Args:
+            frame: A row for each answer: its method, gold_position, and kind (empty if the answer is there).
+        """
         lines = []
         for metric in outcomes.OUTCOME_METRICS:
             if not (frame[outcomes.KIND] == metric).any():
@@ -254,7 +279,13 @@ class Tabulator:
         return pd.DataFrame(lines, columns=list(SUBSET_COLUMNS))
 
     def _line(self, method: str, label: str, estimate: Estimate) -> dict[str, Any]:
-        """Cells that both tables have in a row."""
+        """Return the cells that rows of metrics.csv and subsets.csv have in common.
+
+        Args:
+            method: The method.
+            label: The metric, or METRIC_difference.
+            estimate: Its value.
+        """
         return {
             "model": self.model,
             "method": method,
@@ -270,7 +301,12 @@ class Tabulator:
     def _groups(
         self, frame: pd.DataFrame, metrics: Sequence[str]
     ) -> Iterator[ScoreGroup]:
-        """For each metric the scores of every method, then their pairs with the unmodified model's."""
+        """Yield for each metric the scores of every method, then their pairs with the unmodified model's.
+
+        Args:
+            frame: A row for each method and prompt.
+            metrics: Columns with scores.
+        """
         for metric in metrics:
             # A method without any answer has no rows here, and still its line in the tables.
             rows_by_method = {
@@ -288,25 +324,36 @@ class Tabulator:
     def _totals(
         self, frame: pd.DataFrame, metrics: Sequence[str]
     ) -> dict[tuple[str, str], Estimate]:
-        """The average ``all`` over subsets, by method and label; empty where it is the mean over all prompts."""
+        """Return the average over subsets by method and label (METRIC or METRIC_difference).
+
+        It is empty where it would be the mean over all prompts.
+
+        Args:
+            frame: A row for each answer: its method, subset, and scores.
+            metrics: Names of the scores.
+        """
         if frame["subset"].nunique() == 1 and not self._composes_score:
             return {}
         return {
             (method, label): estimate
-            for method, subset, _, label, estimate in self._subset_estimates(
+            for method, subset_or_average, _, label, estimate in self._subset_estimates(
                 frame, metrics
             )
-            if subset == "all"
+            if subset_or_average == "all"
         }
 
     def _subset_estimates(
         self, frame: pd.DataFrame, metrics: Sequence[str]
     ) -> Iterator[SubsetEstimate]:
-        """Estimate every subset and every average.
+        """Yield the estimates of every metric in every subset, then of the task's metric in every average over subsets.
 
         An average is the mean over its subsets' rows, each row with its subset's weight over its number of rows: a
         question in several subsets is one cluster. If a subset's score combines several means, the subsets' intervals
         are combined.
+
+        Args:
+            frame: A row for each method and prompt.
+            metrics: Columns with scores.
         """
         task_metric = self.task.metric
         subsets = list(dict.fromkeys(frame["subset"]))
@@ -341,6 +388,7 @@ class Tabulator:
             subsets, methods, estimates
         ):
             parts = [estimates[method, subset, label] for subset in weights]
+            # Such a score is no mean of rows.
             if composed & weights.keys():
                 n = sum(part.n for part in parts)
                 estimate = combined(parts, list(weights.values()), n)
@@ -380,6 +428,7 @@ class Tabulator:
         labels = (self.task.metric, f"{self.task.metric}_difference")
         for average, members in averages.items():
             for method, label in product(methods, labels):
+                # Subsets, and averages that were made before, by name.
                 known = weights_of[method, label]
                 scored = [known[member] for member in members if member in known]
                 if not scored:
@@ -411,13 +460,19 @@ class Tabulator:
     ) -> Iterator[tuple[str, str, Estimate]]:
         """Estimate a score that a task makes from the means of several metrics, in the rows of one subset.
 
+        Args:
+            rows: A row for each method and prompt.
+            metrics: Columns from which the score is made.
+
         Yields:
             Method, label and estimate, of the score and of its difference from the unmodified model's.
         """
         metric = self.task.metric
         subset = rows["subset"].iloc[0]
+        # The same draws for all methods, so that differences are paired.
         seed = self.seed + zlib.crc32(subset.encode())
         base: tuple[float, Array] | None = None
+        # The unmodified model first, as the others are compared with it.
         by_method = sorted(
             rows.groupby("method"), key=lambda pair: pair[0] != self.unmodified
         )

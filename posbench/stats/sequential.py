@@ -96,17 +96,25 @@ def anytime_intervals(
 
 
 def _lower_ends(values: Array, alpha: float, max_bet: float) -> Array:
-    """For each series the largest mean such that it and all below it were rejected in favour of a higher one."""
+    """Return for each series the lower end of its interval at any time, by bisection.
+
+    That is the largest mean such that it and all below it were rejected in favour of a higher one.
+
+    Args:
+        values: Series of values 0..1, shape (..., questions).
+        alpha: Level of each test.
+        max_bet: See :func:`log_capital`.
+    """
     rejected = np.zeros(values.shape[:-1])
-    kept = np.ones(values.shape[:-1])
+    not_rejected = np.ones(values.shape[:-1])
     for _ in range(BISECTIONS):
-        candidates = (rejected + kept) / 2
+        candidates = (rejected + not_rejected) / 2
         capital = log_capital(values, candidates[..., None], alpha, max_bet).max(
             axis=-1
         )
         is_rejected = capital >= np.log(1 / alpha)
         rejected = np.where(is_rejected, candidates, rejected)
-        kept = np.where(is_rejected, kept, candidates)
+        not_rejected = np.where(is_rejected, not_rejected, candidates)
     return rejected
 
 
@@ -125,6 +133,7 @@ def curve_intervals(scores: Array) -> CurveIntervals:
     contrasts = contrast_with_others(scores).T
     low, high = anytime_intervals(contrasts, -1, 1, JOINT_ALPHA / num_positions)
     distances = np.abs([low, high])
+    # The smallest distance from 0 that each interval allows.
     nearest = np.where((low <= 0) & (high >= 0), 0, distances.min(axis=0))
     least, most = (
         float(np.sqrt((num_positions - 1) * (ends**2).sum())) / num_positions
@@ -151,7 +160,15 @@ def noise_variance(scores: Array) -> float:
 
 
 def _estimates(values: Array, alpha: float) -> list[Estimate]:
-    """Means of series in -1..1, [S, N], with intervals, which are widened where they do not hold the mean."""
+    """Estimate the means of series in -1..1 with intervals that hold at any time.
+
+    Args:
+        values: The series, [S, N].
+        alpha: Probability that one of the intervals misses its mean.
+
+    Returns:
+        An estimate for each series; an interval that does not hold its mean is widened.
+    """
     lows, highs = anytime_intervals(values, -1, 1, alpha)
     means = values.mean(axis=1)
     n = values.shape[1]
@@ -223,8 +240,17 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
 
 
 def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
-    """Return the questions that each continuation of a run needs for its verdict; infinite beyond the farthest
-    forecast."""
+    """Return the number of questions that a run needs for its verdict, in each of some simulated continuations.
+
+    A continuation asks the questions so far again, drawn at random. The positions of some are shuffled: of as many as
+    it takes to remove what noise alone explains of the differences between positions.
+
+    Args:
+        scores: Scores so far, shape (questions, positions).
+        farthest: Number of questions up to which runs are continued; one that needs more is infinite.
+        margin: Difference of a position from the mean of the others that counts.
+        seed: Seed of the continuations.
+    """
     num_questions, num_positions = scores.shape
     rng = np.random.default_rng(seed)
     variance = max(float(scores.mean(axis=0).var(ddof=1)), 1e-12)
@@ -233,10 +259,13 @@ def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Arr
     times = []
     for _ in range(FUTURES):
         drawn = scores[rng.integers(num_questions, size=size)]
+        # With few questions nothing can be told from noise: all are shuffled.
         share = 1.0
         if num_questions >= FIRST_FORECAST:
+            # How much variance between positions noise alone may have given, drawn anew in each continuation.
             explained = noise * rng.chisquare(num_positions - 1) / (num_positions - 1)
             share = explained / variance
+        # Differences of the positions that noise alone explains are shuffled away.
         is_shuffled = rng.random(size) < share
         drawn[is_shuffled] = rng.permuted(drawn[is_shuffled], axis=1)
         future = np.concatenate([scores, drawn])
@@ -245,11 +274,16 @@ def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Arr
 
 
 def _centre_within_factor_two(times: Array) -> float:
-    """The number within a factor of two of which most of some numbers lie; infinite where most are."""
+    """Return the number such that most of some numbers lie within a factor of two of it; infinite where most are.
+
+    Args:
+        times: Positive numbers, some of which may be infinite.
+    """
     ordered = np.sort(times)
     if np.isinf(ordered[len(ordered) // 2]):
         return float("inf")
     finite = ordered[np.isfinite(ordered)]
+    # From each number, the last one that is at most four times as large.
     last = np.searchsorted(finite, 4 * finite, side="right") - 1
     counts = last - np.arange(len(finite))
     best = np.flatnonzero(counts == counts.max())

@@ -58,12 +58,16 @@ def name_shape(curve: CurveIntervals) -> str:
 
 
 def _side(first: Estimate, last: Estimate) -> str:
-    """Return the favoured part of the prompt by the contrasts of the first and the last position.
+    """Return the shape that the first and the last gold position show: primacy, recency, middle drop, ...
 
     Both ends above the inner positions are a middle drop, both below a middle rise, unless one end differs by less than
     a third of the other's difference. One end that is surely the better, or the other surely the worse, gives primacy
     or recency; so does an end that differs from the inner positions, further than the other one, which is like them.
     Ends that are both like the inner positions favour no part: uneven.
+
+    Args:
+        first: First gold position minus the mean of the inner ones.
+        last: Last gold position minus the mean of the inner ones.
     """
     first_sign = _sign(first)
     last_sign = _sign(last)
@@ -85,12 +89,16 @@ def _side(first: Estimate, last: Estimate) -> str:
 
 
 def _is_contradicted(side: str, contrasts: Sequence[Estimate]) -> bool:
-    """Whether a position speaks against a side.
+    """Whether a gold position speaks against a shape.
 
     Primacy says that the score falls over the prompt, recency that it rises, a middle drop that it falls and then
     rises: a position contradicts that if it is surely on the wrong side of another one, by a third of best minus worst
     or more. A middle drop also says that a third of the inner positions or more are lost, each by at least a third of
     the lowest one's loss; one of several is no middle. A middle rise is the mirror image.
+
+    Args:
+        side: The shape.
+        contrasts: Each position minus the mean of the others, from the first to the last.
     """
     if side == MIDDLE_RISE:
         return _is_contradicted(MIDDLE_DROP, [_negated(c) for c in contrasts])
@@ -112,7 +120,12 @@ def _is_contradicted(side: str, contrasts: Sequence[Estimate]) -> bool:
 
 
 def _rises(contrasts: Sequence[Estimate], values: Sequence[float]) -> bool:
-    """Whether a position is surely better than an earlier one, by more than a minor share of best minus worst."""
+    """Whether a gold position is surely better than an earlier one, by more than a third of best minus worst.
+
+    Args:
+        contrasts: Each position minus the mean of the others, in order.
+        values: All contrasts' values, from which best and worst are taken.
+    """
     minor = MINOR_SHARE * (max(values) - min(values))
     return any(
         later.value - earlier.value > minor and later.ci_low > earlier.ci_high

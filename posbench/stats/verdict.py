@@ -73,7 +73,12 @@ def run_verdict(metrics: pd.DataFrame | None) -> Verdict | None:
 
 
 def _base_verdict(metrics: pd.DataFrame, base: str) -> Verdict | None:
-    """Whether the model as it is has a position bias; None where none was measured."""
+    """Return the verdict on the unmodified model's position bias; None where none was measured.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        base: Name of the unmodified model in them.
+    """
     bias = _row(metrics, base, "position_bias")
     average = _score(metrics, base)
     if bias is None or average is None:
@@ -112,10 +117,15 @@ def _reach(curve: CurveIntervals | None) -> str:
 
 
 def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
-    """Whether a method removes most of a bias that is there, without lowering the average.
+    """Return the verdict whether a method removes most of the unmodified model's bias without lowering the average.
 
     It is fixed if more than half of the bias is surely removed, not fixed if surely less is, or if the average surely
     falls by an amount worth naming: the interval of the bias after minus half of the bias before decides.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        method: The method.
+        base: Name of the unmodified model in them.
     """
     before = _row(metrics, base, "position_bias")
     after = _row(metrics, method, "position_bias")
@@ -154,7 +164,12 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
 
 
 def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
-    """Return the verdict on a method that lifts a model off the floor; None if it stays there."""
+    """Return the verdict on a method that lifts a model off the floor of its task; None if it stays there.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        method: The method.
+    """
     average = _score(metrics, method)
     if _note(average).startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {_note(average)}")

@@ -121,7 +121,11 @@ class AttentionToGold(Study):
             shared.check_prompts(run, task)
 
     def tasks(self, task: Task) -> list[Task]:
-        """The task itself, then a copy for each further number of items, which it must let us set."""
+        """Return the task, then a copy for each further number of items in ``study.items``.
+
+        Raises:
+            UserError: The task's number of items cannot be set.
+        """
         numbers = [n for n in dict.fromkeys(self.items or ()) if n != task.items]
         if numbers and not hasattr(task, "pairs"):
             allowed = f"null with task {task.name}"
@@ -134,18 +138,18 @@ class AttentionToGold(Study):
         return [task, *(replace(task, pairs=n) for n in numbers)]  # type: ignore[call-arg]
 
     def workload(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.workload`."""
+        """Return the study's forward passes and replies: each prompt once, and a few again for the maps of heads."""
         examples_by_task = [
             sort_by_gold_position(shared.need_items(task), self.examples)
             for task in self.tasks(run.task)
         ]
-        looks = [
+        measured_passes = [
             InspectionPasses(examples, times=1, replies=1, shared=True)
             for examples in examples_by_task
         ]
         head_examples = sort_by_gold_position(examples_by_task[0], HEAD_EXAMPLES)
-        looks.append(InspectionPasses(head_examples, times=1, shared=True))
-        return looks
+        measured_passes.append(InspectionPasses(head_examples, times=1, shared=True))
+        return measured_passes
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Measure attention to the items, and replies, for every number of items.
@@ -168,6 +172,7 @@ class AttentionToGold(Study):
                 key,
                 partial(_attention_rows, prompts),
             )
+            # Layers are chosen by the first task, and used for all numbers of items.
             if not tables:
                 tables = self._score_tables(prompts, rows)
                 layers = tables["layers"]
@@ -189,7 +194,13 @@ class AttentionToGold(Study):
     def _score_tables(
         self, prompts: Prompts, rows: Mapping[str, Row]
     ) -> dict[str, pd.DataFrame]:
-        """Tables ``layers``, ``heads``, ``maps`` and ``head_maps`` of the task's own number of items."""
+        """Return the tables ``layers``, ``heads``, ``maps`` and ``head_maps`` for the task's own number of items.
+
+        Args:
+            prompts: The prompts.
+            rows: By example id: attention of each layer to each item (``items``, [L, N]), and by layer and head the
+                attention to the gold item (``gold``), to the others (``others``), and the item with most (``largest``).
+        """
         frame = prompts.frame()
         positions = frame["gold_position"].to_numpy()
         clusters = list(frame["cluster"])
@@ -240,7 +251,17 @@ class AttentionToGold(Study):
         return {"layers": layers, "heads": heads, "maps": maps, "head_maps": head_maps}
 
     def _head_maps(self, prompts: Prompts, layer: int) -> pd.DataFrame:
-        """Mean weights of every head of one layer, known only now: a few examples run again."""
+        """Return the mean attention of every head of one layer to each item, by gold position.
+
+        Which layer is only known after the other measurements: a few examples run again.
+
+        Args:
+            prompts: The prompts of the study.
+            layer: Number of the layer.
+
+        Returns:
+            Rows of head, gold_position, item, attention, n (examples), layer.
+        """
         sample = Prompts.of(prompts.run, HEAD_EXAMPLES, prompts.examples)
 
         def compute(batch: Sequence[Example], prefix: Prefix | None) -> list[Row]:
@@ -255,11 +276,20 @@ class AttentionToGold(Study):
         return mean_maps(weights, positions, "head").assign(layer=layer)
 
     def figures(self, tables: Tables) -> Drawn:
-        """See :meth:`Study.figures`."""
+        """Draw the figures that ``study.show`` names, each with its caption.
+
+        Args:
+            tables: Those of :meth:`measure`: ``layers``, ``maps`` (attention by layer, gold position and item),
+                ``heads``, ``head_maps`` (as ``maps``, for one layer's heads) and ``lengths`` (by number of items).
+
+        Returns:
+            Figure and caption by name.
+        """
         layers = tables["layers"]
         maps = tables["maps"]
         head_maps = tables["head_maps"]
         lengths = tables["lengths"]
+        # The maps are of the task's own number of items.
         num_items = int(maps["item"].max()) + 1
         used_layers = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
         figures: dict[str, tuple[Figure, str]] = {}
@@ -294,9 +324,17 @@ class AttentionToGold(Study):
         return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""
+        """Judge the paper's claims on layers and heads that follow the gold item, the U shape, accuracy, and length.
+
+        Only what ``study.show`` draws is judged.
+
+        Args:
+            tables: Those of :meth:`measure`: ``layers``, ``maps`` (attention by layer, gold position and item),
+                ``heads``, ``head_maps`` (as ``maps``, for one layer's heads) and ``examples`` (a row for each prompt).
+        """
         layers = tables["layers"]
         examples = tables["examples"]
+        # The claims are asked of the task's own number of items; others serve the claim on length.
         num_items = tables["maps"]["item"].max() + 1
         examples_of_task = examples[examples["items"] == num_items]
         findings = []
@@ -309,6 +347,7 @@ class AttentionToGold(Study):
             claims += [LINK, DIP]
         if "lengths" in self.show:
             claims.append(LENGTH)
+        # The remaining claims are on layers: found by their score, or named by the user.
         if self.layers is None and not layers["retrieval"].any():
             note = "no layer is retrieval-related: study.layers=[...] names some"
             for claim in claims:
@@ -325,7 +364,16 @@ class AttentionToGold(Study):
 def _attention_rows(
     prompts: Prompts, batch: Sequence[Example], prefix: Prefix | None
 ) -> list[Row]:
-    """Run a batch and summarise each example's attention to its items, see :func:`head_row`."""
+    """Run a batch and summarise each example's attention to its items.
+
+    Args:
+        prompts: The prompts.
+        batch: Examples of them.
+        prefix: Cache of all their tokens but the last; None: the prompts are read whole.
+
+    Returns:
+        A row of :func:`head_row` for each example.
+    """
     weights = prompts.attention(batch, prefix, heads=True).astype(np.float32)
     return [
         head_row(layers, example)
@@ -336,7 +384,13 @@ def _attention_rows(
 def _layer_findings(
     layers: pd.DataFrame, heads: pd.DataFrame, least: float
 ) -> list[Finding]:
-    """Whether some layer follows the gold item, and whether such layers lie deeper than the others."""
+    """Judge whether some layer follows the gold item, and whether such layers lie deeper than the others.
+
+    Args:
+        layers: The table ``layers``: retrieval score of each layer, and its threshold under shuffled positions.
+        heads: The table ``heads``.
+        least: The score above which a layer counts.
+    """
     is_related = layers["retrieval"]
     related = layers.loc[is_related, "layer"].to_numpy()
     unrelated = layers.loc[~is_related, "layer"].to_numpy()
@@ -355,6 +409,7 @@ def _layer_findings(
 
     note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}; no interval: one model"
     is_deeper = np.subtract.outer(related, unrelated) > 0
+    # All layers follow the gold item, or none does.
     if is_deeper.size == 0:
         return [follow, Finding.untestable(*DEEP, note)]
     share = is_deeper.mean()
@@ -366,7 +421,7 @@ def _layer_findings(
 
 
 def _part_finding(tables: Tables) -> Finding:
-    """Whether some heads of the drawn layer follow the gold item, and some do not."""
+    """Judge whether some heads of the layer drawn in ``head_maps`` follow the gold item, and some do not."""
     layer = tables["head_maps"]["layer"].iloc[0]
     heads = tables["heads"]
     of_layer = heads.loc[heads["layer"] == layer, "retrieval"]
@@ -384,7 +439,12 @@ def _p_words(p: float) -> str:
 
 
 def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
-    """Correlation of attention and score over gold positions; attention in the middle and at the ends."""
+    """Judge whether attention and score correlate over gold positions, and whether attention is lower in the middle.
+
+    Args:
+        examples: Rows of the table ``examples``: attention to the gold item and score of each prompt.
+        tables: All tables of the study.
+    """
     [(attention, attention_draws)] = position_curves(
         examples, "attention", "items", RESAMPLES
     ).values()
@@ -394,6 +454,7 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     maps = tables["maps"]
     layers = tables["layers"]
     used_layers = layers.loc[layers["used"], "layer"].tolist()
+    # Attention to the gold item by layer and gold position.
     gold_maps = maps[maps["item"] == maps["gold_position"]]
     gold_maps = gold_maps.pivot(
         index="layer", columns="gold_position", values="attention"
@@ -424,12 +485,19 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
 
 
 def _length_finding(examples: pd.DataFrame) -> Finding:
-    """Growth of the dip at every step of the number of items: a line through them would hide a fall."""
+    """Judge whether the dip of attention in the middle grows at every step of the number of items.
+
+    A line through all numbers of items would hide a fall between two of them.
+
+    Args:
+        examples: Rows of the table ``examples`` for all numbers of items.
+    """
     rows_by_items = {int(items): rows for items, rows in examples.groupby("items")}
     n = len(examples)
     if len(rows_by_items) < 2:
         note = "one number of items only: study.items=[16,32,64]"
         return Finding.untestable(*LENGTH, note, n)
+    # A model that fails even at the ends shows nothing about length.
     end_scores = {}
     for items, rows in rows_by_items.items():
         curve = rows.groupby("gold_position")["score"].mean()
@@ -449,12 +517,14 @@ def _length_finding(examples: pd.DataFrame) -> Finding:
         draws.append(dip_draws)
     doublings = np.log2(list(rows_by_items))
     attention = [rows["attention"].mean() for rows in rows_by_items.values()]
+    # How attention falls with the number of items, for the note.
     slope = np.polyfit(doublings, np.log2(attention), 1)[0]
     listed = ", ".join(
         f"{items}: {dip:.2f}" for items, dip in zip(rows_by_items, values, strict=True)
     )
     note = f"dips: {listed}; for each doubling the attention itself is multiplied by {2**slope:.2f}"
     num_questions = min(rows["cluster"].nunique() for rows in rows_by_items.values())
+    # A finding for each step; the claim is about all of them.
     growth = np.diff(values)
     growth_draws = np.diff(np.stack(draws), axis=0)
     steps = []
@@ -507,6 +577,7 @@ def retrieval_scores(
         p (share of shuffles in which some score reaches this one), gold_attention, ratio (to the attention to
         distractors), retrieval, n. Among several gold items the one at ``gold_position`` has to come first.
     """
+    # How often each position is gold: the score of a unit that always picks one item.
     counts = np.bincount(positions, minlength=int(largest.max()) + 1)
     position_shares = counts / len(positions)
     is_gold = largest == positions[:, None]
@@ -523,6 +594,7 @@ def retrieval_scores(
     )
     rng = np.random.default_rng(0)
     largest_scores = np.empty(SHUFFLES)
+    # The largest score of any unit that chance gives.
     for shuffle in range(SHUFFLES):
         shuffled = rng.permutation(positions)[:, None]
         largest_scores[shuffle] = ((largest == shuffled).mean(0) - expected).max()
@@ -581,7 +653,13 @@ def vertical_share(rows: pd.DataFrame) -> float:
 
 @plot.styled
 def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Figure:
-    """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
+    """Draw a heat map of attention over gold position and item for each layer or head, on one colour scale.
+
+    Args:
+        frame: Columns ``gold_position``, ``item``, ``attention``, ``n``, and ``unit``.
+        unit: Name of the column that separates the maps: ``layer`` or ``head``.
+        titles: Title of each map by its value of ``unit``.
+    """
     columns = 8
     if len(titles) == 5:
         columns = 5
@@ -617,7 +695,11 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
 
 @plot.styled
 def head_figure(heads: pd.DataFrame) -> Figure:
-    """Retrieval score by layer and head; a ring on retrieval-related heads."""
+    """Draw the retrieval score by layer and head, with a ring on retrieval-related heads.
+
+    Args:
+        heads: The table ``heads``.
+    """
     grid = heads.pivot_table(index="layer", columns="head", values="score")
     height = 1.3 + 0.16 * max(len(grid.index), 5)
     figure, axes = plot.new_figure(plot.COLUMN, height, n=heads["n"])
@@ -652,7 +734,11 @@ def head_figure(heads: pd.DataFrame) -> Figure:
 
 @plot.styled
 def curve_figure(lengths: pd.DataFrame) -> Figure:
-    """Attention to the gold item and score over the gold position, a line for each number of items."""
+    """Draw attention to the gold item and score over the gold position, a line for each number of items.
+
+    Args:
+        lengths: The table ``lengths``.
+    """
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.5, 1, 2, n=lengths["n"])
     labels = {number: f"{number} items" for number in sorted(lengths["items"].unique())}
     draw_over_positions(left, right, lengths, "items", labels, ordered=len(labels) > 1)

@@ -151,7 +151,11 @@ class BiasSource(Study):
     seed: Seed = 0
 
     def check(self, run: Run) -> None:
-        """See :meth:`Study.check`."""
+        """Refuse a task without two gold positions or without answers, and interventions that the model does not allow.
+
+        Raises:
+            UserError: The task or the model does not fit.
+        """
         shared.check_prompts(run)
         examples = sort_by_gold_position(shared.need_items(run.task), 1)
         if len(examples) < 2:
@@ -166,15 +170,20 @@ class BiasSource(Study):
                 allowed,
                 "take task=kv_retrieval or task=nq_multidoc",
             )
+        # Each intervention is applied once, to a prompt of one token, as some refuse a model.
         with run.method.trial().applied(run.lm):
             for change in _changes(run.lm).values():
                 with _applied(run.lm, change, [1], [(0, 0)], [(0, 0)]):
                     pass
 
     def workload(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.workload`."""
+        """Return the forward passes: each prompt once, and those of the worst gold position for each intervention.
+
+        Which position is the worst shows in the run only; each has about as many prompts.
+        """
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         num_changes = len(_changes(run.lm))
+        # Any position has the size of the worst one: the first.
         at_one_position = [
             e for e in examples if gold_index(e) == gold_index(examples[0])
         ]
@@ -184,7 +193,11 @@ class BiasSource(Study):
         ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``bias_source`` (loss by variant and gold position), ``bias_source_effects``."""
+        """Measure the loss of the right answer unmodified, and under each intervention at the worst gold position.
+
+        Returns:
+            Tables ``bias_source`` (loss by variant and gold position) and ``bias_source_effects``.
+        """
         prompts = Prompts.of(run, self.examples)
         unmodified = self._losses(prompts, UNMODIFIED, None)
         _, worst = _best_and_worst(unmodified)
@@ -202,7 +215,16 @@ class BiasSource(Study):
     def _losses(
         self, prompts: Prompts, variant: str, change: ItemChange | None
     ) -> pd.DataFrame:
-        """Loss of the right answer to each prompt under a variant, in nats per token, resumed from ``rows.jsonl``."""
+        """Return the loss of the right answer to each prompt under a variant, in nats per token.
+
+        Args:
+            prompts: The prompts; their rows in ``rows.jsonl`` are resumed.
+            variant: Name of the variant.
+            change: Its change of the forward pass; None: unmodified.
+
+        Returns:
+            A row for each prompt: its id, question, gold position and depth, ``variant`` and ``loss``.
+        """
         lm = prompts.run.lm
 
         def compute(batch: Sequence[Example]) -> list[Row]:
@@ -224,7 +246,7 @@ class BiasSource(Study):
     def _changed(
         self, prompts: Prompts, change: ItemChange | None, batch: Sequence[Example]
     ) -> Iterator[None]:
-        """Apply a change, if any, to a batch for the duration of a block."""
+        """Apply a change to the gold item (or another one) of each prompt of a batch; None changes nothing."""
         if change is None:
             yield
             return
@@ -239,7 +261,7 @@ class BiasSource(Study):
             yield
 
     def figures(self, tables: Tables) -> Drawn:
-        """See :meth:`Study.figures`."""
+        """Draw the share of the gap that each intervention closes; nothing where there is no gap."""
         caption = (
             "Share of the gap that each intervention closes, with 95 % intervals; line: a third. The gap is the loss "
             "of the right answer at the worst gold position minus that at the best one."
@@ -250,7 +272,7 @@ class BiasSource(Study):
         return {"bias_source": (source_figure(effects), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Whether each intervention closes a third of the gap, and more than its control does."""
+        """Judge whether each intervention closes a third of the gap, and more than its control does."""
         effects = read_effects(tables)
         return [
             replace(_finding(name, effects), kind="source")
@@ -266,11 +288,12 @@ def read_effects(tables: Tables) -> dict[str, Estimate]:
 
 
 def _changes(lm: LM, place: str = "") -> dict[str, ItemChange]:
-    """The changes of interventions and controls that a model can have, by name.
+    """Return the changes of interventions and controls that a model can have, by name.
 
     Args:
         lm: The model.
-        place: Place of the gold item, ``first`` or ``last``; a change that makes it look so has no effect there.
+        place: Place of the gold item, ``first`` or ``last``; a change that makes it look so has no effect there, and
+            is left out.
     """
     changes = {
         name: intervention.change
@@ -323,6 +346,7 @@ def _applied(
     else:
         if not change.of_another:  # the sink is the first token, not the gold item
             spans = [(0, 1)] * len(lengths)
+        # What is left is to dim the last token's attention to these tokens.
         marks = _marks(lengths, spans)
         block = scale_attention(lm, marks, SINK_FACTOR, range(lm.layers))  # type: ignore[assignment]
     with block:
@@ -330,7 +354,12 @@ def _applied(
 
 
 def _marks(lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tensor:
-    """1 at the tokens of a span of each prompt and 0 elsewhere, [B, T], padded on the left."""
+    """Return 1 at the tokens of a span of each prompt and 0 elsewhere, [B, T], for prompts padded on the left.
+
+    Args:
+        lengths: Tokens of each prompt.
+        spans: First token and end of each span.
+    """
     width = max(lengths)
     marks = torch.zeros(len(lengths), width)
     for row, (length, (start, stop)) in enumerate(zip(lengths, spans, strict=True)):
@@ -346,7 +375,15 @@ def _best_and_worst(unmodified: pd.DataFrame) -> tuple[int, int]:
 
 
 def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of variant, gold_position, depth, loss with its interval, n."""
+    """Return the mean loss by variant and gold position, with its interval and number of prompts.
+
+    Args:
+        frame: A row for each prompt and variant (an intervention, or the unmodified model), from
+            :meth:`BiasSource._losses`.
+
+    Returns:
+        Rows of variant, gold_position, depth (0..1), loss (nats) with ci_low and ci_high, and n.
+    """
     table = []
     for (variant, position, depth), rows in frame.groupby(
         ["variant", "gold_position", "depth"], sort=False
@@ -365,11 +402,17 @@ def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
-    """The gap, and for each intervention the fall of the loss, its share of the gap and its margins over the bounds.
+    """Return the table of effects: the gap, and of each intervention what it gains, its share of the gap, its margins.
+
+    The margins are over a third of the gap and over its control. The gap is the loss at the worst gold position minus
+    that at the best; a gain is how much less loss there is at the worst one.
 
     Args:
-        frame: Loss of each prompt by variant.
+        frame: Loss of each prompt by variant (an intervention, its control, or the unmodified model).
         resamples: Bootstrap draws of questions.
+
+    Returns:
+        Rows of effect (such as ``gap`` or NAME_gain), value, ci_low, ci_high and n.
     """
     unmodified = frame[frame["variant"] == UNMODIFIED]
     best, worst = (
@@ -392,6 +435,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     for variant in variants:
         effects[f"{variant}_gain"] = statistic(partial(_gain, variant))
     for name, intervention in INTERVENTIONS.items():
+        # A model without RoPE, say, allows some interventions only.
         if name not in variants:
             continue
         control = intervention.control
@@ -404,7 +448,14 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
 
 
 def _gap_of_positions(unmodified: pd.DataFrame, resamples: int) -> Estimate:
-    """Loss at the worst gold position minus that at the best one, which the same losses chose."""
+    """Estimate the loss at the worst gold position minus that at the best one.
+
+    The interval takes into account that the same losses chose these positions.
+
+    Args:
+        unmodified: Losses of the unmodified model, a row for each prompt.
+        resamples: Bootstrap draws.
+    """
     groups = {
         position: shared.values_and_clusters(rows, "loss")
         for position, rows in unmodified.groupby("gold_position")
@@ -451,7 +502,13 @@ def has_gap(effects: Mapping[str, Estimate]) -> bool:
 
 
 def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
-    """Whether an intervention closes :data:`SMALLEST_GAP_SHARE` of the gap, and more than its control does."""
+    """Judge whether an intervention closes :data:`SMALLEST_GAP_SHARE` of the gap, and more than its control does.
+
+    Args:
+        name: The intervention.
+        effects: Estimates by name: ``gap``, and for each intervention its gain, share of the gap, and surplus over the
+            bound and over its control.
+    """
     intervention = INTERVENTIONS[name]
     claim = intervention.claim
     statistic = "share of the gap that this closes at the worst gold position"
@@ -470,7 +527,11 @@ def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
 
 @plot.styled
 def source_figure(effects: Mapping[str, Estimate]) -> Figure:
-    """Share of the gap that each intervention closes."""
+    """Draw the share of the gap that each intervention closes, with 95 % intervals and a line at a third.
+
+    Args:
+        effects: Estimates by name.
+    """
     names = [name for name in INTERVENTIONS if f"{name}_share" in effects]
     counts = [effects[f"{name}_share"].n for name in names]
     figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.3 * len(names), n=counts)

@@ -62,7 +62,7 @@ NO_ROPE_NOTE = "the model has no rotary embedding in attention that runs through
 
 
 def need_items(task: Task) -> list[Example]:
-    """The evaluation examples with a gold item among others, sorted by gold position.
+    """Return the evaluation examples, which have a gold item among others, sorted by gold position.
 
     Raises:
         UserError: There are none, or their replies are not generated.
@@ -111,7 +111,7 @@ def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
 def retrieval_layers(
     layers: LayerRange | None, unmodified: Sequence[float] | Array
 ) -> LayerRange:
-    """First and last layer to look at.
+    """Return the first and the last layer whose attention is looked at.
 
     Args:
         layers: The user's choice; None for the paper's 15 to 20 of 32, or that share of another depth.
@@ -136,7 +136,7 @@ def layers_label(first: int, last: int) -> str:
 def study_channels(
     run: Run, channel: int | None, controls: int, seed: int
 ) -> list[int]:
-    """A channel to study, then random channels as controls, in order.
+    """Return a channel to study, then random channels as controls, in order.
 
     Args:
         run: The run.
@@ -282,7 +282,7 @@ class Prompts:
         return [self.tokens[example.id][item(example)] for example in batch]
 
     def frame(self) -> pd.DataFrame:
-        """Rows of items (per prompt), id, cluster, gold_position, depth (0..1), in the examples' order."""
+        """Return a row for each example: items (per prompt), id, cluster (its question), gold_position, depth, 0..1."""
         items = len(self.examples[0].items)
         rows = [
             {
@@ -301,7 +301,11 @@ class Prompts:
         return {example.id: example for example in self.examples}
 
     def _need_own(self, batch: Sequence[Example]) -> None:
-        """Refuse examples with the id of another one, whose tokens would be read in their place."""
+        """Refuse examples that are not these prompts': the tokens of another one with their id would be read.
+
+        Raises:
+            UserError: The first of them.
+        """
         for example in batch:
             if self._examples_by_id.get(example.id) != example:
                 allowed = (
@@ -359,10 +363,18 @@ class Prompts:
         key: Mapping[str, object],
         compute: ComputeRowsOnPrefix,
     ) -> dict[str, Row]:
-        """As :meth:`complete`, for prompts that nothing changes but the run's method.
+        """Complete the rows of a measurement that changes nothing on the prompts but the run's method.
 
-        A prefix that several prompts share is computed once, where that method allows it: ``compute`` also
-        gets the cache with all tokens of a batch's prompts but the last, or None.
+        As :meth:`complete`, but a prefix that several prompts share is computed once where that method allows it.
+
+        Args:
+            file: File of the rows.
+            label: Label of the progress bar.
+            key: Fields that tell these rows from others in the file.
+            compute: Makes the rows of a batch; also gets a cache with all tokens of its prompts but the last, or None.
+
+        Returns:
+            The rows by example id.
         """
         run = self.run
         method = run.method.build()
@@ -371,8 +383,8 @@ class Prompts:
 
         plan = _ReadBatches(run, self.examples, self.encoded, self.task, compute)
 
-        def row_key(ask: Request) -> Row:
-            return {**key, "id": ask.example.id}
+        def row_key(request: Request) -> Row:
+            return {**key, "id": request.example.id}
 
         rows = run.rows.complete(
             file, label, plan.batches, row_key, plan.answer, plan.order
@@ -386,7 +398,12 @@ class Prompts:
         *,
         heads: bool = False,
     ) -> Array:
-        """Attention of the last token to the items of a batch; see :func:`attention_to_items`.
+        """Return the attention of the last token to the items of a batch, in the shape of :func:`attention_to_items`.
+
+        Args:
+            batch: Examples of :attr:`examples`.
+            prefix: Cache of all their tokens but the last; None: the prompts are read whole.
+            heads: Keep the heads apart, else their mean.
 
         Raises:
             UserError: An example is not one of :attr:`examples`.
@@ -401,7 +418,11 @@ class Prompts:
     def replies(
         self, batch: Sequence[Example], prefix: Prefix | None = None
     ) -> list[Row]:
-        """``output`` and ``score`` (the task's metric) of each example of a batch.
+        """Return the reply to each example of a batch: ``output``, its text, and ``score`` by the task's metric.
+
+        Args:
+            batch: Examples of :attr:`examples`.
+            prefix: Cache of all their tokens but the last; None: the prompts are read whole.
 
         Raises:
             UserError: An example is not one of :attr:`examples`.
@@ -423,7 +444,7 @@ class Prompts:
         block: VariantContext,
         keep: Callable[[Sequence[Example], Array], list[Row]],
     ) -> dict[str, Row]:
-        """Measure every prompt under a variant, resumed from ``rows.jsonl``.
+        """Measure reply and attention of every prompt under a variant, resumed from ``rows.jsonl``.
 
         Args:
             variant: Name of the variant, which identifies its rows.
@@ -529,6 +550,7 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
         list(dict.fromkeys(compared))
     ]
     missing = float(all_scores.isna().mean().max())
+    # Differences are over prompts that all methods answered.
     wide = all_scores.dropna()
     if wide.empty:
         nothing = Estimate(math.nan, math.nan, math.nan, 0)
@@ -556,7 +578,12 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
 
 
 def unless_missing(finding: Finding, row: Any) -> Finding:
-    """A finding on a row of :func:`contrast_columns`; without a verdict where too many answers are missing."""
+    """Return a finding unchanged, or without a verdict where too many answers are missing.
+
+    Args:
+        finding: The finding.
+        row: The row of :func:`contrast_columns` that it rests on.
+    """
     missing = row.get("missing", 0.0)
     if not missing > MAX_MISSING_SHARE:
         return finding
@@ -582,10 +609,16 @@ def values_and_clusters(rows: pd.DataFrame, column: str) -> Group:
 def difference_of_means(
     groups: Mapping[K, Group], after: K, before: K, resamples: int
 ) -> Estimate:
-    """Estimate the mean of one group minus another's.
+    """Estimate the mean of group ``after`` minus that of group ``before``.
 
     It is :func:`posbench.stats.bootstrap.paired` where both have the same prompts, else
     :func:`posbench.stats.bootstrap.statistic`.
+
+    Args:
+        groups: Values of prompts, and the question of each, by group.
+        after: Name of the one group.
+        before: Name of the other.
+        resamples: Bootstrap draws.
     """
     after_values, after_clusters = groups[after]
     before_values, before_clusters = groups[before]
@@ -611,12 +644,15 @@ def judge_claims(
     one of :data:`BOUNDS`, as a share of the effect ``of`` if it has one. A claim without its effect is not testable.
 
     Args:
-        table: Effects, see :func:`effects_table`.
+        table: Rows of effect (its name), value, ci_low, ci_high, n.
         study: Name of the study in the claims.
         note: Start of the notes.
-        subject: Of which channel the claims are asked, see :func:`posbench.methods.scale_channel.channel_role`.
+        subject: Of which channel the claims are asked: words that their text gets, such as that it is not the paper's.
         missing_note: Why an effect may be missing.
         **placeholders: Values of the placeholders in the statistics' names.
+
+    Returns:
+        A finding for each claim.
     """
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     columns = (
@@ -635,6 +671,7 @@ def judge_claims(
     for claim in claims[claims["study"] == study].itertuples():
         statistic = claim.statistic.format(**placeholders)
         claim = claim._replace(claim=with_subject(claim.claim, subject))
+        # The first of its effects is the one that is judged.
         if claim.effects.split()[0] in effects:
             finding = _judged_claim(claim, statistic, effects, note)
         else:
@@ -646,7 +683,16 @@ def judge_claims(
 def _judged_claim(
     claim: Any, statistic: str, effects: Mapping[str, Estimate], note: str
 ) -> Finding:
-    """The verdict on a row of the claims, with the effects that it quotes in the note."""
+    """Judge one row of a table of claims.
+
+    Args:
+        claim: The row: ``claim`` (its text), ``effects`` (the one that is judged, then those that the note quotes),
+            ``side`` and ``bound`` of the judged effect, ``of`` (an effect that the bound is a multiple of), and
+            ``also`` (a second effect that has to pass the same bound).
+        statistic: What the effect is, in words.
+        effects: Estimates by name.
+        note: Begin of the finding's note.
+    """
     name, *quoted = claim.effects.split()
     quotes = [
         f"{effect.replace('_', ' ')} {effects[effect].value:.3g}"

@@ -164,8 +164,13 @@ class Task(ABC):
         return []
 
     def checked_score(self, example: Example, text: str) -> dict[str, float]:
-        """:meth:`score`; UserError if it lacks the task's metric, or has a value that is not finite."""
+        """Return :meth:`score`, checked.
+
+        Raises:
+            UserError: The scores lack the task's metric, or one is not a finite number.
+        """
         scores = self.score(example, text)
+        # Such a task computes its metric from others, once for all examples.
         composes_metric = type(self).total is not Task.total
         lacks_metric = bool(scores) and self.metric not in scores
         wrong = [
@@ -193,8 +198,9 @@ class Task(ABC):
         return None
 
     def how_to_shorten(self, example: Example) -> str:
-        """The next step where the prompt of an example does not fit the window, in words."""
+        """Return what the user can do where the prompt of an example does not fit the window, in words."""
         steps = []
+        # ``sizes`` names the fields with the number of items.
         if self.sizes:
             steps.append(f"ask with fewer items (task.{self.sizes[0]})")
         if example.document:
@@ -208,7 +214,11 @@ class Task(ABC):
         return ()
 
     def place(self) -> Path:
-        """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
+        """Return where the first of :meth:`files` lies on this machine, downloaded if necessary.
+
+        Raises:
+            UserError: It is not here, and cannot be downloaded.
+        """
         source = self.files()[0]
         if source.kind == "path":
             path = Path(source.id).expanduser()
@@ -239,7 +249,7 @@ class Task(ABC):
         return {}
 
     def evaluation(self) -> list[Example]:
-        """The evaluation examples that ``limit`` leaves.
+        """Return the evaluation examples, at most ``limit`` of each subset and gold position.
 
         Raises:
             UserError: As of :meth:`examples`; or an id occurs twice, or a gold item is not among the items.
@@ -256,7 +266,11 @@ class Task(ABC):
 
 
 def check_gold_positions(example: Example) -> None:
-    """Raise UserError for a gold position that is not among the items, or that occurs twice."""
+    """Refuse an example with a gold position that is not among its items, or that occurs twice.
+
+    Raises:
+        UserError: Names the example.
+    """
     if example.gold_position is None and not example.other_gold:
         return
     gold = example.gold_positions
@@ -280,7 +294,7 @@ def read_recorded_task(data: Mapping[str, Any]) -> Task:
 
 
 def first_examples(examples: Iterable[Example], limit: int | None) -> list[Example]:
-    """The examples, at most ``limit`` of each subset and gold position."""
+    """Return the examples in their order, at most ``limit`` of each subset and gold position; None: all of them."""
     counts = Counter[tuple[str, int | None]]()
     result = []
     for example in examples:
@@ -294,7 +308,7 @@ def first_examples(examples: Iterable[Example], limit: int | None) -> list[Examp
 def split_into_rounds(
     examples: Sequence[Example], questions: int | None
 ) -> list[list[Example]]:
-    """Return the examples in rounds of ``questions`` questions of each subset, each at all of its gold positions.
+    """Split examples into rounds of ``questions`` questions of each subset, each at all of its gold positions.
 
     The first rounds equal the examples with a smaller ``limit``: see :func:`first_examples`. None: one round.
     """

@@ -86,7 +86,13 @@ class CEval(Exam):
         return letters.pop() if len(letters) == 1 else ""
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
-        """``ceval_submission.json``: the letter of every id by subject; nothing for ``split=val``."""
+        """Return the file to submit to the benchmark, ``ceval_submission.json``, as text by its name.
+
+        It has the letter of every question by subject; for other splits than ``test`` there is no file.
+
+        Args:
+            replies: Each example with its reply.
+        """
         if self.split != "test":
             return {}
         letters: dict[str, dict[str, str]] = {}

@@ -101,7 +101,7 @@ class Exam(EvaluationOnly):
         """Return the letter that a reply gives; anything else if it gives none."""
 
     def official(self) -> tuple[Source, ...]:
-        """The hub's files of the subjects that are asked."""
+        """The hub's files of the chosen subjects: the split that is asked, and demonstrations."""
         names = tuple(
             PARQUET.format(subject, part)
             for subject in self.chosen
@@ -117,7 +117,11 @@ class Exam(EvaluationOnly):
         return (source,)
 
     def questions(self) -> list[Example]:
-        """See :meth:`EvaluationOnly.questions`."""
+        """Return the questions of the chosen subjects as examples.
+
+        Raises:
+            UserError: Files are missing, wrong or incomplete.
+        """
         folder = self.place()
         examples: list[Example] = []
         for subject in self.chosen:
@@ -152,7 +156,7 @@ class Exam(EvaluationOnly):
         return self.letter(text)
 
     def _subject(self, folder: Path, subject: str) -> Iterator[Example]:
-        """The examples of a subject."""
+        """Yield the questions of a subject as examples, each behind solved demonstrations."""
         demonstrations: list[Question] = []
         if self.shots:
             demonstrations = self._read(folder, subject, "dev")[: self.shots]
@@ -181,7 +185,7 @@ class Exam(EvaluationOnly):
             )
 
     def _read(self, folder: Path, subject: str, part: str) -> list[Question]:
-        """The questions of one part (``dev``, ``test``, ...) of a subject."""
+        """Return the questions of one part (``dev``, ``test``, ...) of a subject, from a CSV or Parquet file."""
         csv_name = f"{part}/{subject}_{part}.csv"
         names = (csv_name, f"data/{csv_name}", PARQUET.format(subject, part))
         hint = (
@@ -198,7 +202,13 @@ class Exam(EvaluationOnly):
         ]
 
     def _question(self, line: Line, number: int, part: str) -> Question:
-        """A line as a question. A wrong option may be blank, the right one not."""
+        """Return a line of a file as a question.
+
+        Args:
+            line: Its fields: question, options A to D, answer. A wrong option may be blank, the right one not.
+            number: Its index, the id where the line has none.
+            part: The part of the benchmark; one without published answers may lack the answer.
+        """
         name = str(line.take("id", (str, int))) if "id" in line else str(number)
         question: str = line.take("question")
         if self.prompt == "lm_eval":

@@ -98,7 +98,7 @@ def index_at_percent(label: str, size: int) -> int:
 def positions_in_fewer_items(
     positions: Sequence[int | str], size: int, new_size: int
 ) -> tuple[int | str, ...]:
-    """Gold positions of prompts with fewer items: indices at the same share of the list, shares as they are.
+    """Return gold positions for prompts with fewer items: indices at the same share of the list, shares as they are.
 
     Args:
         positions: Indices, or shares such as ``"50%"``.
@@ -112,6 +112,7 @@ def positions_in_fewer_items(
     moved = [
         position
         if isinstance(position, str)
+        # Exactly, and a half rounds up.
         else int(Fraction(position * (new_size - 1), last) + Fraction(1, 2))
         for position in positions
     ]
@@ -121,7 +122,7 @@ def positions_in_fewer_items(
 def gold_indices(
     field: str, positions: Sequence[int | str], size_field: str, size: int
 ) -> list[int]:
-    """Gold positions as 0-based indices, in their order; shares that fall on the same item are merged.
+    """Return gold positions as 0-based indices, in their order; shares that fall on the same item are merged.
 
     Args:
         field: Key that holds the positions, without ``task.``.
@@ -140,6 +141,7 @@ def gold_indices(
         try:
             index = index_at_percent(str(position), size) if is_share else int(position)
         except (ValueError, ZeroDivisionError):
+            # Neither an index nor a share: refused below as outside the list.
             index = -1
         if not 0 <= index < size:
             allowed = f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'

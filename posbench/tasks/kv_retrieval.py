@@ -106,7 +106,7 @@ class KVRetrieval(GoldPositionTask):
 
     @property
     def simpler(self) -> Mapping[str, Any]:
-        """Short words in one line, where no file is given."""
+        """Settings that make prompts of short words in one line, by field; empty where a file is given."""
         if self.path or self.calibration_path:
             return {}
         return {
@@ -122,7 +122,7 @@ class KVRetrieval(GoldPositionTask):
         return 1 / self.pairs
 
     def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`; a file's questions are asked at every position, generated ones once."""
+        """Return the questions of a split: from a file each at every gold position, else drawn for each position."""
         if split == "calibration":
             if self.calibration_path:
                 return list(self._finished_prompts(0, self.calibration_examples))
@@ -138,9 +138,10 @@ class KVRetrieval(GoldPositionTask):
         return examples
 
     def files(self) -> tuple[Source, ...]:
-        """The official file and the calibration prompts, where they are given."""
+        """Return the benchmark's or user's file of questions, and the user's calibration prompts, as far as set."""
         sources = []
         if self.path == "official":
+            # The smallest official file with enough pairs.
             size = next(size for size in OFFICIAL_PAIRS if size >= self.pairs)
             url = f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz"
             sources.append(Source(kind="url", id=url, field="task.path"))
@@ -161,7 +162,7 @@ class KVRetrieval(GoldPositionTask):
         return {"accuracy": float(contains_answer(text, example.answers))}
 
     def has_answer(self, example: Example, text: str) -> bool:
-        """Whether the reply begins with a value of the prompt, or with an invented or miscopied UUID.
+        """Whether a reply is an attempt: it begins with a value of the prompt, or with an invented or miscopied UUID.
 
         A value later in the reply may be one that the model lists on its way to the answer, as does a model whose reply
         begins with a key of the prompt.
@@ -192,7 +193,13 @@ class KVRetrieval(GoldPositionTask):
     def _calibration(
         self, count: int, stream: str = "calibration"
     ) -> Iterator[Example]:
-        """Generated calibration questions, from one of two streams of random draws."""
+        """Yield ``count`` generated calibration questions.
+
+        Args:
+            count: Number of questions.
+            stream: Name that seeds the random draws: another one gives other questions.
+        """
+        # Spread over the inner positions, where the bias is; with two pairs there are none.
         inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
         positions = self.calibration_indices
         for number in range(count):
@@ -208,7 +215,7 @@ class KVRetrieval(GoldPositionTask):
             )
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
-        """A generated question.
+        """Return a generated question.
 
         Args:
             name: Id of the example.
@@ -227,9 +234,13 @@ class KVRetrieval(GoldPositionTask):
         return self._example(name, pairs_drawn, position, cluster=name)
 
     def _from_file(self) -> Iterator[Example]:
-        """The questions of a file of the benchmark, each at every gold position."""
+        """Yield the questions of a benchmark's file, each at every gold position.
+
+        Distractors beyond ``pairs`` are left out.
+        """
         path = self.place()
         faults = Faults()
+        # The official files have that many questions; another count means a damaged file.
         count = KV_QUESTIONS if self.path == "official" else 0
         lines = list(read_data_rows("path", path, count=count, faults=faults))
         questions = parse_rows(lines[: self.limit], _pairs_and_gold, faults)
@@ -247,7 +258,14 @@ class KVRetrieval(GoldPositionTask):
     def _example(
         self, name: str, pairs: list[Pair], position: int, cluster: str
     ) -> Example:
-        """The example that asks for the pair at ``position``; ``cluster`` names its question."""
+        """Return the example that asks for the value of the pair at ``position``.
+
+        Args:
+            name: Its id.
+            pairs: Keys and values, in the order of the prompt.
+            position: Index of the gold pair.
+            cluster: Id of its question, which it shares with the same question at other positions.
+        """
         key, value = pairs[position]
         prompt, spans = PROMPTS[self.prompt](pairs, key)
         question = QUESTIONS[self.prompt].format(key=key)
@@ -264,7 +282,7 @@ class KVRetrieval(GoldPositionTask):
         )
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
-        """At most ``count`` calibration prompts of the user's file, after the first ``start`` ones."""
+        """Yield at most ``count`` calibration prompts of the user's file, after the first ``start`` ones."""
         lines = list(
             read_data_rows("calibration_path", Path(str(self.calibration_path)))
         )
@@ -276,6 +294,7 @@ class KVRetrieval(GoldPositionTask):
         for number, line in lines[start : start + count]:
             prompt = line.take("input")
             answer = line.take("output")
+            # The same key is the same question.
             if _key_of(prompt) in evaluated_keys:
                 line.refuse("questions that the evaluation does not ask")
             yield Example(
@@ -298,7 +317,7 @@ def _key_of(prompt: str) -> str:
 
 
 def _pairs_and_gold(line: Line) -> tuple[list[Pair], Pair]:
-    """The pairs of a line of the benchmark, and the gold one."""
+    """Return the key-value pairs of a line of a benchmark's file, and the gold one, which is among them."""
     try:
         pairs = [(str(k), str(v)) for k, v in line["ordered_kv_records"]]
         key, value = line["key"], line["value"]

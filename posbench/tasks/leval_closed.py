@@ -43,12 +43,16 @@ _TRUTH_AND_FACT = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*"
 
 
 def letters(reply: str, *, several: bool) -> str:
-    """The letters that the benchmark's evaluation reads in a reply; ``None`` for an empty one.
+    """Return the letters that the benchmark's evaluation reads in a reply; the text ``None`` for an empty one.
 
     Its rules, quirks included: with one right option the first capital A to D anywhere, so that ``Based on``
     gives B; ``A`` where there is none. With several (Coursera) the letters that the reply begins with, or,
     unless there are two, the capitals before white space, full stop or bracket, or else the first capitals A
     to D, both up to the word ``Question``. White space at the beginning counts: `` AB.`` gives B.
+
+    Args:
+        reply: The reply.
+        several: Whether several options may be right.
     """
     if not reply.strip():
         return "None"
@@ -153,7 +157,7 @@ class LEvalClosed(EvaluationOnly):
         return letters(text, several=example.subset == "coursera")
 
     def _lines(self, subset: Benchmark) -> Iterator[Row]:
-        """The documents of one benchmark."""
+        """Return number and fields of the documents of one exam, from the user's folder or the hub's file."""
         if not self.path:
             count = FILES[subset]["documents"]
             return read_data_rows("path", local(_official(subset)), count=count)
@@ -173,35 +177,50 @@ def _official(name: Benchmark) -> Source:
 
 
 def _examples(name: str, subset: Benchmark, line: Line) -> Iterator[Example]:
-    """The examples of one document, whose ids begin with ``name``."""
+    """Yield the examples of one document.
+
+    A question of ``sci_fi`` gives two: what is true in the story (``loyalty``), and what in the world (``fact``).
+
+    Args:
+        name: Beginning of their ids.
+        subset: The exam.
+        line: The document with its questions and answers.
+    """
     document = line.take("input")
     questions = line.take("instructions", list)
-    golds = line.take("outputs", list)
-    is_text = [isinstance(text, str) and text.strip() for text in (*questions, *golds)]
-    if len(questions) != len(golds) or not all(is_text):
+    gold_answers = line.take("outputs", list)
+    is_text = [
+        isinstance(text, str) and text.strip() for text in (*questions, *gold_answers)
+    ]
+    if len(questions) != len(gold_answers) or not all(is_text):
         line.refuse(
             '"instructions" and "outputs" of the same length (lists of str, none empty)'
         )
-    for number, (question, gold) in enumerate(zip(questions, golds, strict=True)):
+    for number, (question, gold_answer) in enumerate(
+        zip(questions, gold_answers, strict=True)
+    ):
         example = Example(
             id=f"{name}-{number}",
             prompt=f"{_DOCUMENT}{document} \nQuestion: {question}.  {_ANSWER_DIRECTLY}",
-            answers=(gold_letters(gold),),
+            answers=(gold_letters(gold_answer),),
             subset=subset,
             system=FILES[subset]["system"],
             prefill=_CUE,
             document=(len(_DOCUMENT), len(_DOCUMENT) + len(document)),
         )
         if subset != "sci_fi":
-            if not re.match(r"\s*\S*[A-D]", gold):
+            if not re.match(r"\s*\S*[A-D]", gold_answer):
                 line.refuse(
-                    f'"outputs" that begin with letters from A to D ({gold[:20]} does not)'
+                    f'"outputs" that begin with letters from A to D ({gold_answer[:20]} does not)'
                 )
             yield example
             continue
-        truth_and_fact = _TRUTH_AND_FACT.fullmatch(gold.lower())
+        # An answer such as "True [fact: False]": by the story, and in the world.
+        truth_and_fact = _TRUTH_AND_FACT.fullmatch(gold_answer.lower())
         if not truth_and_fact:
-            line.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
+            line.refuse(
+                f'"outputs" like "True [fact: False]" ({gold_answer[:20]} is not)'
+            )
         yield replace(
             example,
             id=f"{example.id}-loyalty",

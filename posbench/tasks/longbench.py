@@ -134,7 +134,7 @@ class LongBench(EvaluationOnly):
         return tuple(task for task in self.subsets if task in EXTENDED)
 
     def official(self) -> tuple[Source, ...]:
-        """The hub's data.zip."""
+        """Return the benchmark's archive on the hub, data.zip."""
         source = Source(
             kind="dataset",
             id="THUDM/LongBench",
@@ -150,10 +150,20 @@ class LongBench(EvaluationOnly):
             yield from self._task(folder, task)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """The best score over the gold texts, 0..1."""
+        """Score a reply by the subset's metric: the best over the gold answers.
+
+        Args:
+            example: The prompt, with the subset's name and classes in ``meta``.
+            text: The reply.
+
+        Returns:
+            The number as ``score``, 0..1.
+        """
         task = example.meta["task"]
+        # Scripts of papers differ: that of Yu et al. strips replies.
         if self.protocol == "yu":
             text = text.strip()
+        # As the benchmark does: after the answer, models go on with another question.
         if task in CATEGORIES["few_shot"]:
             text = text.lstrip("\n").split("\n")[0]
         if task in CLASSIFICATION:
@@ -164,7 +174,10 @@ class LongBench(EvaluationOnly):
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
-        """The categories and their mean, ``categories``; of LongBench-E the ranges of length."""
+        """Return the subsets over which averages are taken, by name of the average.
+
+        These are the categories of tasks and their mean, ``categories``; of LongBench-E the ranges of length.
+        """
         if self.extended:
             return {
                 bucket: tuple(f"{task}/{bucket}" for task in self.chosen)
@@ -178,17 +191,18 @@ class LongBench(EvaluationOnly):
         return {**averages, "categories": tuple(averages)}
 
     def _task(self, folder: Path, task: str) -> Iterator[Example]:
-        """The examples of a task."""
+        """Yield the examples of a task from its file in a folder or in data.zip."""
         name = f"{task}_e.jsonl" if self.extended else f"{task}.jsonl"
         hint = "get data.zip from hf.co/datasets/THUDM/LongBench"
         names = (name, f"data/{name}")
         file, member = find_file(folder, names, hint, archive="data.zip")
+        # The official files have a known number of examples.
         count = 0 if self.path or self.extended else COUNTS.get(task, 200)
         for _, line in read_data_rows("path", file, member, unique="_id", count=count):
             yield self._example(line, task)
 
     def _example(self, line: Line, task: str) -> Example:
-        """The example of a line."""
+        """Return the example of a line of a task's file."""
         context = line.take("context")
         question = line.get("input")
         template: str = PROMPTS[task]["prompt"]
@@ -215,6 +229,7 @@ class LongBench(EvaluationOnly):
             length = line.take("length", int)
             bucket = next(name for name, end in BUCKETS.items() if length < end)
             subset = f"{task}/{bucket}"
+        # As the benchmark's program does; Yu et al. also ask for one token at least.
         stops_at_line_break = self.protocol == "official" and task == "samsum"
         needs_token = self.protocol == "yu" or task == "samsum"
         return Example(

@@ -40,7 +40,7 @@ def numerals(text: str, *, arabic: bool = False) -> list[str]:
 
 
 def deviations(order: Sequence[int]) -> dict[str, float]:
-    """Distances of a permutation (places in the gold order, from 0) from 0, 1, ..., n-1 (Li et al. 2023).
+    """Return distances of a permutation (places in the gold order, from 0) from 0, 1, ..., n-1 (Li et al. 2023).
 
     ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n minus its
     cycles; ``sdd`` the length of those swaps, the one that reduces displacement most per place first. Some swap of
@@ -74,7 +74,7 @@ def worst(size: int) -> dict[str, float]:
 
 
 def reorder_scores(reply: str, gold: str) -> dict[str, float]:
-    """All metrics of one reply, for a gold order such as ``II,I,III`` or ``2,1,3``.
+    """Return all metrics of one reply, for a gold order such as ``II,I,III`` or ``2,1,3``.
 
     ``exact_order`` is 1 for the gold order. ``standard`` is 1 for a reply in standard format, each gold item
     once and no other numeral in that notation; ``lsd``, ``lmd``, ``sd``, ``sdd`` are its deviations, and the
@@ -133,7 +133,11 @@ class LooGLETimelineReorder(EvaluationOnly):
         return (HUB,)
 
     def questions(self) -> list[Example]:
-        """See :meth:`EvaluationOnly.questions`."""
+        """Return the reorder questions of the benchmark's or the user's file as examples.
+
+        Raises:
+            UserError: The file is wrong, or has none.
+        """
         file = self.place()
         if not self.path:
             file = file / HUB.files[0]
@@ -151,7 +155,11 @@ class LooGLETimelineReorder(EvaluationOnly):
         return reorder_scores(text, example.answers[0])
 
     def _document(self, line: Line) -> Iterator[Example]:
-        """The examples of a document."""
+        """Yield the reorder questions of a document as examples.
+
+        Args:
+            line: A line of the official file: a document with questions of several types.
+        """
         document = line.take("input")
         questions = [
             pair for pair in _qa_pairs(line) if pair.take("type") == QUESTION_TYPE
@@ -177,7 +185,7 @@ class LooGLETimelineReorder(EvaluationOnly):
 
 
 def _qa_pairs(line: Line) -> list[Line]:
-    """The questions of a document, which its line holds as a Python literal."""
+    """Return the questions of a document, each with its fields; the document's line holds them as a Python literal."""
     text = line.take("qa_pairs")
     try:
         pairs = ast.literal_eval(text)
@@ -195,8 +203,10 @@ def _qa_pairs(line: Line) -> list[Line]:
 
 
 def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:
-    """A question and its gold order in Roman numerals; both as they are where the events have other numbers
-    than 1., 2., ... at line starts."""
+    """Return a question and its gold order in Roman numerals.
+
+    Both stay as they are where the events have other numbers than 1., 2., ... at line starts.
+    """
     numbers = sorted(str(number + 1) for number in range(len(gold)))
     if sorted(_EVENT_NUMBER.findall(question)) != numbers or sorted(gold) != numbers:
         return question, gold

@@ -54,6 +54,13 @@ class MMLU(Exam):
         return line.translate(without_punctuation).strip().upper()
 
     def _question(self, line: Line, number: int, part: str) -> Question:
+        """Return a line as a question; a line of the hub is first brought into the form of the official CSV files.
+
+        Args:
+            line: The line, by field.
+            number: Its number in the file, for the id.
+            part: Name of the subject.
+        """
         if not self.path:
             # The hub has the options in one list, and a number for the answer.
             options = line.take("choices", list)

@@ -51,7 +51,7 @@ class Question(NamedTuple):
 def render(
     prompt: Prompt, question: str, documents: list[Document], *, renumber: bool = True
 ) -> tuple[str, Spans]:
-    """The benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT).
+    """Return the benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT).
 
     Args:
         prompt: Form of the prompt.
@@ -142,7 +142,7 @@ class NQMultiDoc(GoldPositionTask):
         return self.prompt not in ("closed_book", "oracle")
 
     def files(self) -> tuple[Source, ...]:
-        """The given file, or the official one with the least documents that are enough."""
+        """Return the user's file, or the smallest official one with enough documents."""
         if self.path:
             return (Source(kind="path", id=self.path, field="task.path"),)
         name = "nq-open-oracle.jsonl.gz"
@@ -154,7 +154,13 @@ class NQMultiDoc(GoldPositionTask):
         return (Source(kind="url", id=url, field="task.path"),)
 
     def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
+        """Return the questions of a split as examples, for the evaluation each at every gold position.
+
+        Calibration questions are the file's next ones that are not evaluated.
+
+        Raises:
+            UserError: The file is wrong, or has too few questions.
+        """
         file, lines = self._lines()
         if split == "calibration":
             count = self.calibration_examples
@@ -182,10 +188,16 @@ class NQMultiDoc(GoldPositionTask):
         return self._calibration(lines, self.calibration_examples, count)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """1 if a gold answer, normalised, occurs in the first line of the reply, and likewise for the whole reply.
+        """Score a reply: 1 if a gold answer, normalised, occurs in its first line, and likewise for the whole reply.
 
-        See :func:`best_subspan_em`.
+        Args:
+            example: The prompt, with its gold answers.
+            text: The reply.
+
+        Returns:
+            ``accuracy`` for the first line, and :data:`WHOLE_REPLY` for the whole reply: 0 or 1 each.
         """
+        # The papers' scripts differ on a reply that begins with a line break: is its first line empty?
         strip_first = self.reading == "yu"
         accuracy = best_subspan_em(text, example.answers, strip_first=strip_first)
         whole_reply = best_subspan_em(text, example.answers, whole_reply=True)
@@ -207,7 +219,13 @@ class NQMultiDoc(GoldPositionTask):
         return file, list(read_data_rows("path", file, count=count))
 
     def _calibration(self, lines: list[Row], start: int, count: int) -> list[Example]:
-        """At most ``count`` questions that the evaluation does not ask, after the first ``start`` of these."""
+        """Return calibration examples: questions behind those of the evaluation, without repetitions of these.
+
+        Args:
+            lines: Number and fields of the file's lines.
+            start: Number of such questions to skip.
+            count: The most to return.
+        """
         positions: list[int | None] = [None]
         if self._has_positions:
             positions = [*(self.calibration_indices or self.gold_positions)]
@@ -230,7 +248,7 @@ class NQMultiDoc(GoldPositionTask):
         return examples
 
     def _question(self, line: Line) -> Question:
-        """Return the question of a line, with the number of documents that the prompt shows."""
+        """Return the question of a line with its gold document and as many distractors as the prompt shows."""
         text = line.take("question")
         answers = tuple(line.take("answers", list))
         if not all(isinstance(answer, str) and answer.strip() for answer in answers):
@@ -263,7 +281,7 @@ class NQMultiDoc(GoldPositionTask):
     def _example(
         self, name: str, number: int, question: Question, position: int | None
     ) -> Example:
-        """The example that asks a question.
+        """Return the example that asks a question.
 
         Args:
             name: Id of the example.

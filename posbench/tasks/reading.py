@@ -41,7 +41,15 @@ class Line(dict[str, Any]):
         self.number = number
 
     def take(self, name: str, kind: type | tuple[type, ...] = str) -> Any:
-        """A field, refused where it is missing, of another type, or empty."""
+        """Return a field of the line.
+
+        Args:
+            name: The field.
+            kind: Type or types that it may have.
+
+        Raises:
+            UserError: It is missing, of another type, or empty; names file and line.
+        """
         value = self.get(name)
         is_empty = isinstance(value, (str, list, tuple)) and not value
         if is_empty or not isinstance(value, kind):
@@ -82,10 +90,10 @@ def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
 def parse_rows(
     lines: Iterable[Row], parse: Callable[[Line], T], faults: Faults
 ) -> list[T]:
-    """Parse every row of a file.
+    """Parse every row of a file; return what ``parse`` makes of each.
 
     Args:
-        lines: The rows.
+        lines: Number and fields of each row.
         parse: Converts a row, or refuses it.
         faults: Faults found by the reader of the rows.
 
@@ -117,7 +125,16 @@ def json_beside(module: str) -> Any:
 
 
 def check_names(field: str, names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Refuse names that are not allowed, repeated ones, and none at all."""
+    """Refuse names that are not allowed, repeated ones, and none at all.
+
+    Args:
+        field: Key of the task that holds the names.
+        names: The names.
+        allowed: Those that exist.
+
+    Raises:
+        UserError: States which.
+    """
     choices = f"some of {', '.join(allowed)}"
     for name in names:
         if name not in allowed:
@@ -218,9 +235,15 @@ def _rows(
     names: Sequence[str],
     faults: Faults | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and fields of every row.
+    """Yield number and fields of every row of a JSON-lines, CSV or Parquet file.
 
-    Arguments as of :func:`read_data_rows`, ``file_label`` as in :class:`Line`.
+    Args:
+        field: Config key that names the file, for errors.
+        file: The file, or the archive.
+        file_label: Name of the file in errors.
+        member: Its name in the archive; empty without one.
+        names: Column names of a CSV without a header.
+        faults: Collects faulty lines, which are left out; None raises at the first one.
     """
     kind = Path(member or file).suffix
     number = 0
@@ -248,6 +271,7 @@ def _rows(
                 if not text.strip():
                     continue
                 line = Line({}, field, file_label, number)
+                # readline() stopped inside the line.
                 if len(text) == MAX_LINE_CHARACTERS and not text.endswith("\n"):
                     line.refuse(f"lines of fewer than {MAX_LINE_CHARACTERS} characters")
                 row = None
@@ -269,7 +293,12 @@ def _rows(
 
 
 def _parse_object(text: str, line: Line) -> dict[str, Any]:
-    """The JSON object in a line's text."""
+    """Return the JSON object in a line's text.
+
+    Args:
+        text: The text.
+        line: Names file and number of the line in errors.
+    """
     try:
         fields = parse_json(text)
         if not isinstance(fields, dict):
@@ -282,7 +311,7 @@ def _parse_object(text: str, line: Line) -> dict[str, Any]:
 
 
 def _open(file: Path, member: str) -> Any:
-    """The text of a file, or of a member of a zip file, as a stream."""
+    """Open a file, or a member of a zip file, as a stream of text; ``.gz`` is unpacked."""
     if member:
         return io.TextIOWrapper(
             zipfile.ZipFile(file).open(member), encoding="utf-8-sig", newline=""

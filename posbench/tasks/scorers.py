@@ -94,7 +94,7 @@ def _with_punctuation(text: str) -> str:
 
 
 def normalizer_of(answer: str) -> Callable[[str], str]:
-    """The normalisation of an answer and of the replies that it is compared with.
+    """Return the function that normalises an answer and the replies that it is compared with.
 
     That is :func:`normalize_answer` unless nothing of the answer is left by it ("A", "The The", "?"): then articles are
     kept, or these and punctuation.
@@ -129,7 +129,7 @@ def best_subspan_em(
 
 
 def _has_normalized(text: str, answer: str) -> bool:
-    """Whether a normalised answer is part of the normalised text."""
+    """Whether a normalised answer is part of the normalised text; as a word, if usual normalisation empties it."""
     normalize = normalizer_of(answer)
     if normalize is normalize_answer:
         return normalize(answer) in normalize(text)
@@ -155,7 +155,7 @@ def qa_f1(reply: str, gold: str) -> float:
 
 
 def qa_f1_zh(reply: str, gold: str) -> float:
-    """F1 of the two bags of words that jieba cuts Chinese text into (LongBench).
+    """Return F1, 0..1, of the two bags of words that jieba cuts Chinese text into (LongBench).
 
     The raw text is cut first; then each word is put in lower case and loses punctuation and white space. The
     benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word. A gold text of nothing but
@@ -166,7 +166,7 @@ def qa_f1_zh(reply: str, gold: str) -> float:
 
 
 def _chinese_words(text: str, keeps_signs: bool = False) -> list[str]:
-    """The words of :func:`qa_f1_zh`, with or without punctuation."""
+    """Return the words of a Chinese text for :func:`qa_f1_zh`, with or without punctuation."""
     words = []
     for word in _cut(text):
         plain = word.lower()
@@ -177,7 +177,7 @@ def _chinese_words(text: str, keeps_signs: bool = False) -> list[str]:
 
 
 def _f1(reply_words: Sequence[str], gold_words: Sequence[str]) -> float:
-    """F1 of two bags of words."""
+    """Return the F1 score of two bags of words, 0..1; 0 without a common word."""
     common = (Counter(reply_words) & Counter(gold_words)).total()
     if not common:
         return 0.0
@@ -187,7 +187,7 @@ def _f1(reply_words: Sequence[str], gold_words: Sequence[str]) -> float:
 
 
 def _cut(text: str) -> list[str]:
-    """Words of a Chinese text, in jieba's default mode and with its own dictionary."""
+    """Return the words of a Chinese text, in jieba's default mode and with its own dictionary."""
     with warnings.catch_warnings():
         # Its source has escapes that newer Pythons warn about, and it asks for pkg_resources.
         warnings.simplefilter("ignore")
@@ -198,11 +198,15 @@ def _cut(text: str) -> list[str]:
 
 
 def rouge_l(reply: str, gold: str) -> float:
-    """ROUGE-L F as in LongBench: summary level, split at full stops, no stemming, letter case kept.
+    """Return ROUGE-L F, 0..1, as in LongBench: summary level, split at full stops, no stemming, letter case kept.
 
     This is PyPI ``rouge`` 1.0.1; Google's ``rouge_score`` gives other numbers. If one side has nothing but full stops
     the package raises, and the score is 0 as in the benchmark. It recurses once per word of a sentence: the official
     program scores 0 over Python's limit (about 1000 words), this one raises it.
+
+    Args:
+        reply: The model's reply.
+        gold: A right answer.
     """
     from rouge import Rouge
 
@@ -223,7 +227,7 @@ def rouge_l_zh(reply: str, gold: str) -> float:
 
 
 def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes in the reply, if the gold one is among them, else 0 (LongBench).
+    """Return 1 over the number of classes in the reply, if the gold one is among them, else 0 (LongBench).
 
     A class that is part of the gold class's name does not count, except right after another such one: the
     benchmark removes from the list that it walks through, and so skips the next entry.
@@ -252,7 +256,7 @@ def number_share(reply: str, gold: str) -> float:
 
 
 def code_similarity(reply: str, gold: str) -> float:
-    """Indel similarity of the gold line and the first line of code in the reply (LongBench).
+    """Return the indel similarity, 0..1, of the gold line and the first line of code in the reply (LongBench).
 
     That is the first line, after leading line breaks, without a backtick, ``#`` or ``//``. Whole percent, as
     fuzzywuzzy with python-Levenshtein rounds; without that package its numbers differ.
@@ -266,7 +270,7 @@ def code_similarity(reply: str, gold: str) -> float:
 
 
 def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
-    """F of ROUGE-1, ROUGE-2 and ROUGE-L with Google's ``rouge_score``, no stemming (ZeroSCROLLS)."""
+    """Return the F scores of ROUGE-1, ROUGE-2 and ROUGE-L by Google's ``rouge_score``, no stemming (ZeroSCROLLS)."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
@@ -279,11 +283,15 @@ def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
 
 
 def ascii_f1(reply: str, gold: str) -> float:
-    """:func:`qa_f1` of the two texts transliterated to ASCII (ZeroSCROLLS).
+    """Return :func:`qa_f1` (F1 of the bags of words, 0..1) of the two texts transliterated to ASCII (ZeroSCROLLS).
 
     The benchmark does so with Unidecode (GPL), this with anyascii (ISC). They agree on accented letters,
     quotes and dashes, not on rare characters nor on Chinese, where Unidecode puts a space after a syllable.
     A gold text that has no transliteration is compared as it is.
+
+    Args:
+        reply: The model's reply.
+        gold: A right answer.
     """
     from anyascii import anyascii
 
@@ -321,8 +329,10 @@ def parse_order(text: str) -> list[int]:
 
 
 def concordance_index(reply: str, gold: str) -> float:
-    """Share of the pairs that the reply has in the gold order; 0 if it is no permutation of the gold items
-    (ZeroSCROLLS)."""
+    """Return the share of the pairs of items that a reply has in the gold order (ZeroSCROLLS).
+
+    0 if the reply is no permutation of the gold items.
+    """
     reply_order = parse_order(reply)
     gold_order = parse_order(gold)
     if sorted(reply_order) != sorted(gold_order) or len(gold_order) < 2:

@@ -93,7 +93,7 @@ class ZeroSCROLLS(EvaluationOnly):
         check_names("subsets", self.subsets, list(NEW_TOKENS))
 
     def official(self) -> tuple[Source, ...]:
-        """One zip per task from the hub."""
+        """Return the hub's files: one zip per task."""
         source = Source(
             kind="dataset",
             id="tau/zero_scrolls",
@@ -109,7 +109,17 @@ class ZeroSCROLLS(EvaluationOnly):
             yield from self._subset(folder, subset)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """The best score over the references, and each ROUGE of summaries; empty without an answer."""
+        """Score a reply: the best over the references, and each ROUGE of summaries; empty without published answers.
+
+        The score of a summary is the geometric mean of its three ROUGEs.
+
+        Args:
+            example: The prompt, with the references as its answers.
+            text: The reply.
+
+        Returns:
+            Numbers by name, 0..1: ``score``, and of a summary each of :data:`ROUGES`.
+        """
         if not example.answers:
             return {}
         if example.subset in SUMMARIES:
@@ -135,7 +145,13 @@ class ZeroSCROLLS(EvaluationOnly):
         return np.cbrt(means["rouge1"] * means["rouge2"] * means["rougeL"])
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
-        """The leaderboard's ``zero_scrolls_predictions.csv``, for test questions: Task, ID, Prediction."""
+        """Return the file to submit to the leaderboard by its name, ``zero_scrolls_predictions.csv``.
+
+        Its columns are Task, ID, Prediction; for other splits than ``test`` there is no file.
+
+        Args:
+            replies: Each example with its reply.
+        """
         if self.split != "test":
             return {}
         table = pd.DataFrame(
@@ -145,7 +161,12 @@ class ZeroSCROLLS(EvaluationOnly):
         return {"zero_scrolls_predictions.csv": table.to_csv(index=False)}
 
     def _subset(self, folder: Path, subset: str) -> list[Example]:
-        """The examples of a task, each with all of its references."""
+        """Return the examples of a task with all of their references, which the file has in lines of the same id.
+
+        Args:
+            folder: The folder with the benchmark's files.
+            subset: Name of the dataset in the benchmark, such as ``gov_report``.
+        """
         hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
         name = f"{subset}/{self.split}.jsonl"
         file, member = find_file(folder, (name,), hint, archive=f"{subset}.zip")
@@ -165,7 +186,12 @@ class ZeroSCROLLS(EvaluationOnly):
         return list(examples.values())
 
     def _example(self, line: Line, subset: str) -> Example:
-        """The example of a line, with one reference."""
+        """Return the example of a line, with one reference.
+
+        Args:
+            line: A line of the official file.
+            subset: Name of the dataset in the benchmark, such as ``gov_report``.
+        """
         name = line.take("id")
         prompt = line.take("input")
         answers = (_gold(line, subset),) if self.split == "validation" else ()
@@ -175,6 +201,7 @@ class ZeroSCROLLS(EvaluationOnly):
             line.refuse(
                 f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input"
             )
+        # A chat model needs no cue behind the query, and is told how to answer.
         if self.chat_format:
             prompt = prompt[:end]
         if self.chat_format and subset not in SUMMARIES:
@@ -203,7 +230,7 @@ class ZeroSCROLLS(EvaluationOnly):
 
 
 def _gold(line: Line, subset: str) -> str:
-    """The gold text of a line, of the form that its score needs."""
+    """Return the gold text of a line; refuse one that the subset's score cannot read."""
     gold: str = line.take("output")
     if subset == "quality" and not scorers.letter(gold):
         line.refuse('a field "output" with a letter from A to D')

@@ -44,7 +44,13 @@ class PosbenchForCausalLM(Base):
     def rotary_tables(
         self, rotary: Any, args: Any, kwargs: Any, output: Any
     ) -> tuple[Tensor, Tensor]:
-        """Replace the output of the rotary embedding by tables under all bases.
+        """Forward hook of the rotary embedding: cos and sin under all bases in its place.
+
+        Args:
+            rotary: The rotary embedding.
+            args: Its arguments: hidden states [B * N, T, D] and position ids.
+            kwargs: Its arguments by name.
+            output: Its own cos and sin, which are replaced.
 
         Returns:
             cos and sin, each [B * N, T, rotated coordinates of a head].
@@ -78,7 +84,14 @@ class PosbenchForCausalLM(Base):
 
     @wraps(Base.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Logits [B, T, V], or log-probabilities where probabilities are mixed."""
+        """Run each of B prompts under all N bases, as N rows, and mix their predictions.
+
+        Takes the arguments of the model's own forward.
+
+        Returns:
+            Its output, with logits [B, T, V], or log-probabilities where probabilities are
+            mixed.
+        """
         bound = inspect.signature(Base.forward).bind(self, *args, **kwargs).arguments
         arguments = {**bound, **bound.get("kwargs", {})}
         arguments.pop("self")
@@ -115,7 +128,7 @@ class PosbenchForCausalLM(Base):
         return output.to_tuple() if return_dict is False else output
 
     def mix(self, logits: Tensor) -> Tensor:
-        """One prediction [B, T, V] from those under the bases [B, N, T, V].
+        """Return one prediction [B, T, V] from those under N bases [B, N, T, V].
 
         Bases weigh by their confidence, the softmax over bases of the largest value.
         """

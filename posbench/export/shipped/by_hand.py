@@ -107,7 +107,7 @@ class PosbenchForCausalLM(Base):
     def record_rotary_inputs(
         self, rotary: Any, args: Any, kwargs: Any, tables: Any
     ) -> None:
-        """Record the positions [B, T] of a forward.
+        """Forward hook of the rotary embedding: record the positions [B, T] of a forward.
 
         Models with several kinds of layers call their rotary embedding once per kind.
         """
@@ -121,9 +121,18 @@ class PosbenchForCausalLM(Base):
     def prepare_layer(
         self, layer_kind: str | None, attention: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Before a layer's attention: identity tables, and the state for `attend`.
+        """Hook before a layer's attention: identity tables, and the state for `attend`.
 
-        With these tables the layer rotates nothing and caches un-rotated keys.
+        With cos = 1 and sin = 0 the layer rotates nothing and caches un-rotated keys.
+
+        Args:
+            layer_kind: Kind of the layer, where the model has several.
+            attention: The attention module.
+            args: Its arguments.
+            kwargs: Its arguments by name, among them the cache.
+
+        Returns:
+            The changed arguments.
         """
         if attention.config._attn_implementation != self.attention_name:
             raise ValueError(
@@ -160,7 +169,13 @@ class PosbenchForCausalLM(Base):
     def rotary_tables(
         self, layer_kind: str | None, positions: Tensor, base: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T, r] at positions [B, T], under another base if given."""
+        """Return cos and sin [B, T, r] at positions [B, T].
+
+        Args:
+            layer_kind: Kind of the layer, where the model has several.
+            positions: The positions, which may be fractions.
+            base: theta of the rotation; None: the model's own frequencies.
+        """
         rotary = self.get_submodule(self.config.posbench["where"]["rotary"])
         like_hidden = self.rotary_inputs[layer_kind][0]
         original = rotary._buffers.get("inv_freq")
@@ -264,7 +279,14 @@ def attend(
 
 
 def ms_poe(call: AttentionCall) -> Tensor:
-    """Output [B, T, H, d] where each head divides positions by a ratio of its own."""
+    """Return the attention output [B, T, H, d] of Ms-PoE: each head divides positions by a ratio.
+
+    Ratios are chosen once, at the end of the prompt, and kept for generated tokens.
+
+    Args:
+        call: Queries and keys [.., d] of one layer before rotation, values, positions, the
+            kernel, and the method's constants and what it kept since the prompt.
+    """
     tables = call.state.rotary_tables
     prompt_values = call.state.prompt_values
     if "ratios" not in prompt_values:
@@ -293,10 +315,17 @@ def ms_poe(call: AttentionCall) -> Tensor:
 
 
 def head_ratios(call: AttentionCall) -> Tensor:
-    """The ratio of each head, [B, H], by its number of outlying attention weights.
+    """Return the ratio by which each head divides positions, [B, H], by its number of outlying attention weights.
 
     A weight in the row of the last prompt token is outlying if it is alpha times the
     mean (Zhang et al. 2024, Algorithm 1). Ratios grow evenly over the ranks of heads.
+
+    Args:
+        call: The attention call of one layer, with the method's constants in its state:
+            ``variant`` is ``paper`` or ``official`` (the released program, which compares
+            queries and keys without RoPE); ``order`` is ``rank`` (head of rank i gets ratio
+            i), ``permutation`` (as released: head i gets the ratio at the i-th place of the
+            sorted heads) or ``reversed`` (by the heads' numbers alone, from last to first).
     """
     constants = call.state.constants
     num_heads = call.query.shape[1]
@@ -322,13 +351,18 @@ def head_ratios(call: AttentionCall) -> Tensor:
         num_outlying = (is_outlying & (mean > 0)).sum(-1)
         ranks = num_outlying.argsort(dim=1, descending=True, stable=True)
         if constants["order"] != "permutation":
+            # From the heads in sorted order to the place of each head in it.
             ranks = ranks.argsort(dim=1)
     steps = max(num_heads - 1, 1) if is_paper_variant else num_heads
     return low + (high - low) * ranks.float() / steps
 
 
 def moice(call: AttentionCall) -> Tensor:
-    """Attention under every base, mixed with a router's weights per token and head.
+    """Return the attention under every base, mixed with a router's weights per token and head.
+
+    Args:
+        call: Queries and keys [.., d] of one layer before rotation, values, positions, the
+            kernel, and the method's constants, among them ``bases``.
 
     Returns:
         The output [B, T, H, d] in the dtype of the queries.
@@ -346,9 +380,15 @@ def moice(call: AttentionCall) -> Tensor:
 
 
 def base_weights(attention: Any, query: Tensor, constants: Any) -> Tensor:
-    """Weights [B, H, T, N] of the bases for queries [B, H, T, d].
+    """Return the weights [B, H, T, N] of the bases for queries [B, H, T, d].
 
-    They sum to 1; only the largest ``top_k`` of a token and head are not 0.
+    They sum to 1; only the largest ``top_k`` of a token and head are not 0. Without a
+    router all are equal.
+
+    Args:
+        attention: The layer's attention module; holds the trained ``router``, if any.
+        query: The queries, rotated under the first base.
+        constants: The method's: ``bases`` (N), ``router`` (whether there is one), ``top_k``.
     """
     num_bases = len(constants["bases"])
     if not constants.get("router"):

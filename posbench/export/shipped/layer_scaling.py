@@ -54,7 +54,7 @@ class PosbenchForCausalLM(Base):
     def record_rotary_inputs(
         self, rotary: Any, args: Any, kwargs: Any, tables: Any
     ) -> None:
-        """Record the positions [B, T] of a forward.
+        """Forward hook of the rotary embedding: record the positions [B, T] of a forward.
 
         Models with several kinds of layers call their rotary embedding once per kind.
         """

@@ -99,9 +99,17 @@ class PosbenchForCausalLM(Base):
                 )
 
     def scale_last_tokens(self, attention: Any, args: Any, kwargs: Any) -> Any:
-        """Before attention of the last tokens: scale the input of queries and keys.
+        """Hook before a layer's attention: scale the input of queries and keys of the last tokens.
 
         Values come from the unmodified input.
+
+        Args:
+            attention: The attention module.
+            args: Its arguments.
+            kwargs: Its arguments by name, among them the cache.
+
+        Returns:
+            The changed arguments; None while the earlier tokens run.
         """
         if not self.runs_last_tokens or self.config.posbench["tokens"] == "earlier":
             return None
@@ -133,7 +141,7 @@ class PosbenchForCausalLM(Base):
         layer.keys = keys[..., -num_cached:, :].to(layer.keys.dtype)
 
     def scale_input(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments of a layer's attention with scaled channels of its input [B, T, D]."""
+        """Return a layer's arguments of attention with scaled channels of its input [B, T, D]."""
         constants = self.config.posbench
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         hidden = hidden.clone()
@@ -144,7 +152,7 @@ class PosbenchForCausalLM(Base):
 
     @wraps(Base.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Inputs of a forward of ``generate``, with ``is_generate_call`` for :meth:`forward`."""
+        """Return the inputs of a forward of ``generate``, marked so that :meth:`forward` knows whose they are."""
         cache = kwargs.get("past_key_values")
         is_filled = cache is not None and cache.get_seq_length() > 0
         if is_filled and kwargs.get("is_first_iteration"):
@@ -164,10 +172,13 @@ class PosbenchForCausalLM(Base):
 
     @wraps(Base.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Logits [B, T, V] of T tokens, or of those in ``logits_to_keep``.
+        """Run a prompt in two passes, as the method changes its last tokens alone.
 
-        A prompt runs in two passes, as the method changes its last tokens alone: the earlier tokens, then the
-        last ones. Where the cache holds tokens already, all new ones are generated, and the method changes all.
+        The earlier tokens come first, then the last ones. Where the cache holds tokens already, all new ones are
+        generated, and the method changes all.
+
+        Returns:
+            The output of the model's own forward: logits [B, T, V] of T tokens, or of those in ``logits_to_keep``.
 
         Raises:
             ValueError: Several tokens that ``generate`` did not make follow on a filled cache.
@@ -277,7 +288,11 @@ class PosbenchForCausalLM(Base):
 
 
 def check_left_padding(mask: Any, num_last: int) -> None:
-    """Refuse a mask [B, S] under which a prompt has no token among the last ones."""
+    """Refuse an attention mask [B, S] under which a prompt has no token among the last ones.
+
+    Raises:
+        ValueError: Prompts are padded on the right.
+    """
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return
     if not mask[:, -num_last:].any(dim=1).all():
@@ -302,13 +317,16 @@ def record_keys_values(attention: Any, args: Any, kwargs: Any) -> RecordingCache
 
 
 def select_tokens(name: str, value: Any, tokens: slice, num_tokens: int) -> Any:
-    """What an argument of the forward is for a range of the tokens.
+    """Return the part of one argument of a model's forward that belongs to a range of the tokens.
 
     Args:
         name: Name of the argument.
         value: Its value for all tokens.
         tokens: The range. Its mask covers all tokens before it, too.
         num_tokens: Number of all tokens.
+
+    Returns:
+        A slice of a tensor that has a place for each token; any other value as it is.
     """
     if not isinstance(value, torch.Tensor):
         if name == "attention_mask" and value is not None:

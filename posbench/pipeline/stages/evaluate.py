@@ -45,7 +45,7 @@ SUBMISSION = "submission"
 
 
 def run(config: Config, run: Run) -> None:
-    """Generate or choose, score, and write predictions.jsonl, metrics.csv, subsets.csv and prompts.json.
+    """Ask the evaluation prompts, score the replies, and write predictions.jsonl and the tables made from it.
 
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
@@ -55,6 +55,7 @@ def run(config: Config, run: Run) -> None:
     encoded = run.prompts.encode(run.evaluation)
     run.out.write_json(PROMPTS_FILE, _prompt_facts(run, encoded))
     methods = run.methods()
+    # With runtime.until, the stage stops once the shape of the curve is certain.
     shape_rule = None
     if run.runtime.until:
         shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
@@ -73,7 +74,10 @@ def run(config: Config, run: Run) -> None:
 
 
 def _facts_of_stop(config: Config, stop: Stop | None) -> dict[str, Any]:
-    """The entry on where and why the stage stopped, for its record."""
+    """Return the entry of ``status.json`` on where and why the stage stopped early.
+
+    ``stopped`` holds the numbers of questions asked and planned, None for a stage that asked them all.
+    """
     budget = None
     if config.budget and stop:
         unit, size = config.budget.amount
@@ -146,7 +150,16 @@ def fill(runs: Sequence[Run]) -> None:
 
 
 def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
-    """The first prompt of each subset as the model reads it, and checksums over all prompts and questions."""
+    """Return the content of prompts.json: the first prompt of each subset as the model reads it, and checksums.
+
+    Args:
+        run: The run.
+        encoded: Its prompts as tokens, by the example's id.
+
+    Returns:
+        ``first`` (by subset), ``sha256`` over all prompts, ``questions`` (checksum of the questions), the number of
+        ``prompts``, and what the chat template reads besides.
+    """
     examples = run.evaluation
     total = hashlib.sha256()
     first_of_subset: dict[str, dict[str, Any]] = {}
@@ -214,7 +227,14 @@ def write_metrics(
 
 
 def _tabulator(task: Task, model: str, resamples: int, out: RunDir) -> Tabulator:
-    """The tabulator of a run's rows; the arguments are those of :func:`write_metrics`."""
+    """Return what computes the tables of a run's rows.
+
+    Args:
+        task: The task.
+        model: The model's name.
+        resamples: Bootstrap draws behind an interval.
+        out: The run folder.
+    """
     served = out.config().get("model") or {}
     return Tabulator(
         task=task,
@@ -231,7 +251,14 @@ def _score_tables(
     rows: Sequence[Row],
     anytime: Mapping[str, CurveIntervals] | None,
 ) -> dict[str, pd.DataFrame]:
-    """The tables of scored rows of all methods, by the name of their file; none where no row can have a score."""
+    """Return metrics and subset tables of rows of all methods, by file name; empty if no row can have a score.
+
+    Args:
+        tabulator: Computes the tables.
+        rows: Rows of ``predictions.jsonl``.
+        anytime: Intervals by method for a run that stops when the shape of its curve is certain.
+    """
+    # Rows are in the order in which they were made; the tables must not depend on it.
     methods = list(dict.fromkeys(row["method"] for row in rows))
     ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
     if not any(map(is_scorable, ordered)):
@@ -243,7 +270,7 @@ def _score_tables(
 
 
 def _undo_rescore(run: Run) -> None:
-    """Score replies that ``posbench rescore`` scored with other code as the other runs of this version are."""
+    """Score the replies again with this version's code if ``posbench rescore`` scored them with other code."""
     if not was_rescored(run.out):
         return
     num_changed = rescore(run.task, run.model.name, run.runtime.resamples, run.out)
@@ -288,6 +315,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         allowed = "a task that scores the replies of the run"
         raise UserError("task", task.name, allowed, "give its score() a value again")
     if num_changed:
+        # Without a key no other run copies these rows.
         out.mark(PREDICTIONS, key=None, **{RESCORED: True})
         out.write_rows(PREDICTIONS, rows)
     anytime = {}
@@ -311,7 +339,17 @@ def _asks(examples: Mapping[str, Example], row: Row) -> bool:
 def _need_same_questions(
     task: Task, examples: Mapping[str, Example], rows: Sequence[Row], out: RunDir
 ) -> None:
-    """Refuse a task that asks other questions than a run did."""
+    """Refuse to score a run's replies by a task that asks other questions.
+
+    Args:
+        task: The task.
+        examples: Its examples by id.
+        rows: The run's rows.
+        out: The run's folder.
+
+    Raises:
+        UserError: A row's question is not in the task, or the questions' checksum differs.
+    """
     unknown_ids = [row["id"] for row in rows if not _asks(examples, row)]
     checksum = _questions_checksum(list(examples.values()))
     same = out.read_json(PROMPTS_FILE).get("questions", checksum) == checksum

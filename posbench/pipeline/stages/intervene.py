@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def run(config: Config, run: Run) -> None:
-    """Measure the attention to every item and write ``attention.csv``."""
+    """Measure the last token's attention to every item, without and with the method, and write ``attention.csv``."""
     examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
     if not examples:
         run.console.print(
@@ -58,7 +58,16 @@ def run(config: Config, run: Run) -> None:
 def _mean_attention(
     run: Run, examples: Sequence[Example], rows: Sequence[Row]
 ) -> pd.DataFrame:
-    """The attention of each layer to each item, the mean over examples of a method and gold position."""
+    """Return the table of ``attention.csv``: each layer's attention to each item, the mean over examples.
+
+    Args:
+        run: The run.
+        examples: Examples by gold position.
+        rows: A row for each method and example, with ``attention`` of shape (layers, items).
+
+    Returns:
+        A row for each method, gold position, layer and item.
+    """
     frames = []
     for name in dict.fromkeys(row["method"] for row in rows):
         attention = {
@@ -88,7 +97,11 @@ def _mean_attention(
 
 
 def fill(runs: Sequence[Run]) -> None:
-    """Make the rows of runs that differ in their methods alone, in one pass over the prompts."""
+    """Make the rows of runs that differ in their methods alone, in one pass over the prompts.
+
+    Args:
+        runs: The runs; the first one shows progress.
+    """
     first = runs[0]
     examples = sort_by_gold_position(first.evaluation, first.runtime.intervene_examples)
     if examples:
@@ -118,7 +131,13 @@ class AttentionBatches(BatchPlan):
     def make_batches(
         self, examples: Sequence[Example], prompts: Prompts, shape: BatchShape
     ) -> list[list[Example]]:
-        """See :meth:`posbench.run.batch_plan.BatchPlan.make_batches`."""
+        """Divide examples into batches of prompts of similar length.
+
+        Args:
+            examples: The examples.
+            prompts: Their tokens by id.
+            shape: Limits of a batch.
+        """
 
         def length(example: Example) -> int:
             return len(prompts[example.id].ids)
@@ -126,7 +145,7 @@ class AttentionBatches(BatchPlan):
         return self.run.prompts.batches_by_length(examples, length, shape.max_tokens)
 
     def answer(self, batch: Sequence[Request]) -> list[Row]:
-        """See :meth:`posbench.run.plan.Plan.answer`."""
+        """Return the row of each request of a batch: ``attention`` of each layer to each item, [layers, items]."""
         asked_prompts = [self.asked_prompt(request) for request in batch]
         examples = [prompt.example for prompt in asked_prompts]
         prompts = [prompt.encoded for prompt in asked_prompts]

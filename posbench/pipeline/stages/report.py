@@ -30,7 +30,10 @@ def is_current(config: Config, folder: Path) -> bool:
 
 
 def _files_of_paper(config: Config) -> dict[str, Any]:
-    """Files of a run with its experiment's claims and the paper's numbers, by name; empty without an experiment."""
+    """Return the contents of files on the paper that a run reproduces, by file name: its claims, and its numbers.
+
+    It is empty for a run that is no experiment.
+    """
     experiment = config.experiment
     if experiment is None:
         return {}

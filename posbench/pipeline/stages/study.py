@@ -12,7 +12,7 @@ from posbench.stats.findings import findings_table
 
 
 def run(config: Config, run: Run) -> None:
-    """Measure, and write one CSV for each table, ``study.json`` with their names, and ``findings.csv``.
+    """Run the study: write one CSV for each table, ``study.json`` with their names, and ``findings.csv``.
 
     A study that does not apply methods itself runs inside the method of the config.
     """

@@ -20,7 +20,13 @@ TILE_QUERIES = 128  # of 64 to 384 the fastest with 2048 keys
 
 
 def floors(methods: Mapping[str, Method]) -> dict[str, Method]:
-    """The floors of methods that have one, by name; Attention Buckets also with all bases in one batch."""
+    """Return for methods that need several passes the least work that they could do, as methods to time, by name.
+
+    Attention Buckets is also returned with all bases in one batch.
+
+    Args:
+        methods: Methods by name.
+    """
     result: dict[str, Method] = {}
     for name, method in methods.items():
         if isinstance(method, MoICE):
@@ -61,7 +67,19 @@ class Tiles(Kernels):
     """
 
     def attend(self, *args: Any, following: Any, **settings: Any) -> Any:
-        """The mean output [B, T, H, d] of queries [B, H, T, d], and of keys and values [B, G, T, d]."""
+        """Compute the mean attention output over ``count`` copies of the keys, tile by tile.
+
+        This measures how fast plain matrix products could compute a method with several bases.
+
+        Args:
+            *args: As of an attention kernel of transformers: the module, queries [B, H, T, d], keys and values
+                [B, G, T, d], and a mask, in place of which this is causal.
+            following: The model's own kernel, which is not called.
+            **settings: Other arguments of a kernel; ``scaling`` is the factor of the scores.
+
+        Returns:
+            The output [B, T, H, d], and None for the weights.
+        """
         _, query, key, value, _ = args
         batch_size, heads, num_tokens, _ = query.shape
         output = torch.empty_like(query)
@@ -84,6 +102,7 @@ class Tiles(Kernels):
                 weights = query.new_zeros(end - start, end)
                 for base_keys in keys:
                     torch.mm(queries, base_keys[row_and_head][:end].T, out=scores)
+                    # Only the last tile of keys has some that come after a query.
                     scores[:, start:] += tile_mask
                     weights += torch.softmax(scores, -1, out=scores)
                 tile = output[row_and_head][start:end]
@@ -96,7 +115,7 @@ class Forwards(AttentionBuckets):
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
-        """See :meth:`Method.changed`."""
+        """Run the method's forwards without a cache inside the block, so that only the forwards are timed."""
         forward = lm.model.forward
 
         @wraps(forward)

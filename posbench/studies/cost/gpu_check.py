@@ -90,6 +90,7 @@ def setups(device: torch.device, gpus: int, flash: bool) -> list[Setup]:
     no_gpu = ""
     if device.type != "cuda":
         no_gpu = "runtime.device=cpu" if gpus else "no GPU on this machine"
+    # A missing GPU is the first reason for everything else.
     no_flash = no_gpu
     if not no_gpu and not flash:
         no_flash = "flash-attn is not installed"
@@ -155,7 +156,11 @@ class GpuCheck(Study):
         )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``checks`` (a row per setup, model, method and quantity) and the bench's tables."""
+        """Compare every method on each device, kernel and dtype with the CPU in float32, and run the cost studies.
+
+        Returns:
+            Table ``checks`` (a row per setup, model, method and quantity), and the cost studies' tables.
+        """
         device = torch_device(run.runtime.device)
         has_flash = transformers.utils.is_flash_attn_2_available()
         plan = setups(device, torch.cuda.device_count(), has_flash)
@@ -195,7 +200,7 @@ class GpuCheck(Study):
         return {"checks": with_environment(rows), **tables}
 
     def asked(self) -> list[Example]:
-        """Prompts of two lengths, in turn."""
+        """Return prompts of two lengths, in turn."""
         questions = -(-self.prompts // 2)
         long_examples = _kv_examples(9, questions)
         short_examples = _kv_examples(6, questions)
@@ -205,7 +210,7 @@ class GpuCheck(Study):
         return examples[: self.prompts]
 
     def benches(self, device: torch.device) -> dict[str, Study]:
-        """The studies of cost, at the size of the device."""
+        """Return the studies of latency and throughput by name, at sizes that the device can run."""
         if device.type == "cuda":
             shape = self.shape or "mistral7b"
             tokens = self.tokens or 10_000
@@ -240,7 +245,7 @@ class GpuCheck(Study):
         return {"latency": latency, "throughput": throughput}
 
     def figures(self, tables: Tables) -> Drawn:
-        """Differences over their tolerances, and the times."""
+        """Draw differences over their tolerances, and the figures of the cost studies."""
         figures: dict[str, tuple[Figure, str]] = {}
         if tables["checks"]["value"].notna().any():
             caption = "Largest difference of any model over its tolerance (2: or more); beyond 1 a check fails."
@@ -250,7 +255,7 @@ class GpuCheck(Study):
         return figures
 
     def findings(self, tables: Tables) -> list[Finding]:
-        """Setup by setup: do all checks pass; a setup that did not run is not testable."""
+        """Judge for each setup whether all checks pass; one that did not run is not testable."""
         texts = ("model", "method", "quantity", "reason")
         checks = tables["checks"].astype(dict.fromkeys(texts, object))
         checks = checks.fillna(dict.fromkeys(texts, ""))
@@ -266,7 +271,7 @@ def _present(tables: Tables, *names: str) -> dict[str, pd.DataFrame]:
 
 
 def _kv_examples(pairs: int, questions: int) -> list[Example]:
-    """Questions of key-value retrieval whose gold pair is in the middle."""
+    """Return questions of key-value retrieval with ``pairs`` pairs, the gold pair in the middle."""
     task = KVRetrieval(
         records="words",
         prompt="compact",
@@ -278,7 +283,12 @@ def _kv_examples(pairs: int, questions: int) -> list[Example]:
 
 
 def _setup_finding(setup: str, rows: pd.DataFrame) -> Finding:
-    """Whether all checks of a setup pass."""
+    """Judge whether all checks of a setup pass.
+
+    Args:
+        setup: Name of the setup.
+        rows: Its rows of ``checks``.
+    """
     is_bench = setup == "bench"
     claim = f"{setup}: every method gives what the CPU gives in float32"
     if is_bench:
@@ -334,7 +344,10 @@ class ModelCheck:
         self.errors: dict[str, dict[str, dict[str, float]]] = {}
 
     def model(self, setup: Setup) -> LM:
-        """The model in a setup; random weights are drawn once, on the CPU."""
+        """Return the model on the device, with the kernel and the dtype of a setup.
+
+        Random weights are drawn once, on the CPU, so that all setups have the same.
+        """
         if self.name == TINY:
             device_map = self._device_map(setup) if setup.second else None
             return load(
@@ -353,7 +366,7 @@ class ModelCheck:
         return load(lm.model, tokenizer=self.tiny.tokenizer, name=self.name)
 
     def _device_map(self, setup: Setup) -> dict[str, str]:
-        """The embedded model's modules on two devices, half of the layers on each."""
+        """Return the device of each of the embedded model's modules: half of the layers on the second device."""
         modules = ["lm_head", "model.embed_tokens", "model.rotary_emb", "model.norm"]
         device_map = dict.fromkeys(modules, setup.device)
         half = self.tiny.layers // 2
@@ -363,14 +376,22 @@ class ModelCheck:
         return device_map
 
     def rows(self, plan: Sequence[Setup]) -> Iterator[Row]:
-        """A row for each setup, method and quantity; one for a setup that this family does not have."""
+        """Yield a row of ``checks`` for each setup, method and quantity.
+
+        A setup that cannot run this model has one row, with the reason.
+
+        Args:
+            plan: The setups: a dtype and an attention kernel each, on the first GPU or also the second one.
+        """
         for setup in plan:
+            # One model, the smallest, shows whether a second GPU works.
             if setup.second and self.name != TINY:
                 continue
             # The study has to catch any GPU error; not every family has every kernel.
             try:
                 lm = self.model(setup)
             except Exception as error:  # noqa: BLE001
+                # The kernel that is chosen by default has to run.
                 verdict = "failed" if setup.kernel == "auto" else NOT_RUN
                 yield _row(
                     setup, model=self.name, verdict=verdict, reason=_reason(error)
@@ -380,7 +401,13 @@ class ModelCheck:
                 yield from self._method_rows(setup, lm, name)
 
     def _method_rows(self, setup: Setup, lm: LM, name: str) -> Iterator[Row]:
-        """A row for each quantity of a method in a setup."""
+        """Yield a row of ``checks`` for each quantity (logits, losses, replies) of a method in a setup.
+
+        Args:
+            setup: The setup.
+            lm: The model in it.
+            name: Name of the method.
+        """
         row = partial(_row, setup, model=self.name, method=name)
         tolerances = self.tolerances(setup, name)
         if not tolerances:
@@ -401,7 +428,17 @@ class ModelCheck:
             )
 
     def tolerances(self, setup: Setup, name: str) -> dict[str, float]:
-        """The tolerance of each quantity; empty where the CPU gives no numbers in that type."""
+        """Return the largest difference allowed by quantity; empty where the CPU gives no numbers in that dtype.
+
+        In half precision it follows from the rounding errors of the CPU in the same dtype.
+
+        Args:
+            setup: Dtype and kernel that are checked.
+            name: Name of the method.
+
+        Returns:
+            By ``logits``, ``losses`` (nats), and in float32 ``replies`` (share of replies that differ).
+        """
         dtype = setup.dtype
         if dtype not in HALF_PRECISION:
             return {
@@ -423,7 +460,10 @@ class ModelCheck:
         return tolerances
 
     def rounding_errors(self, dtype: Dtype) -> dict[str, dict[str, float]]:
-        """By method, the CPU's own differences in a type; without methods that fail in that type."""
+        """Return by method and quantity how far the CPU in some dtype is from the CPU in float32.
+
+        Methods that fail in that dtype are left out.
+        """
         lm = self.model(CPU_SETUP._replace(dtype=dtype))
         errors = {}
         for name, method in self.methods.items():
@@ -433,7 +473,7 @@ class ModelCheck:
         return errors
 
     def answers(self, lm: LM, method: Method) -> Answers:
-        """A model's outputs for the examples under a method."""
+        """Return logits, losses of the right answers, and replies of a model for the examples under a method."""
         texts = [example.prompt for example in self.examples]
         gold = [example.answers[0] for example in self.examples]
         prompts = [
@@ -486,7 +526,18 @@ def _row(
     tolerance: float = float("nan"),
     reason: str = "",
 ) -> Row:
-    """A row of ``checks``."""
+    """Return a row of ``checks``.
+
+    Args:
+        setup: Device, dtype and kernel.
+        verdict: ``passed``, ``failed`` or not run.
+        model: Name of the model.
+        method: Name of the method.
+        quantity: What is compared.
+        value: The largest difference.
+        tolerance: What it may be.
+        reason: Why there is no value, or what failed.
+    """
     devices = [setup.device, setup.second] if setup.second else [setup.device]
     return {
         "setup": setup.name,
@@ -511,7 +562,11 @@ def _reason(error: Exception) -> str:
 
 @plot.styled
 def checks_figure(checks: pd.DataFrame) -> Figure:
-    """A panel for each quantity: per method and setup the largest difference over its tolerance."""
+    """Draw a panel for each quantity: by method and setup, the largest difference divided by its tolerance.
+
+    Args:
+        checks: Rows of method, setup, quantity, value (the difference; missing where a check did not run), tolerance.
+    """
     rows = checks[checks["value"].notna()]
     rows = rows.assign(ratio=rows["value"] / rows["tolerance"])
     methods = list(rows["method"].unique())[::-1]
@@ -524,6 +579,7 @@ def checks_figure(checks: pd.DataFrame) -> Figure:
         for index, setup in enumerate(setups):
             part = rows[(rows["quantity"] == quantity) & (rows["setup"] == setup)]
             worst = part.groupby("method")["ratio"].max()
+            # Setups lie beside each other on the line of a method.
             offset = 0.16 * ((len(setups) - 1) / 2 - index)
             y = [methods.index(method) + offset for method in worst.index]
             style = plot.line_style(index) | {"linestyle": "", "label": setup}

@@ -73,7 +73,11 @@ class Latency(TimingStudy):
     floors: bool = False
 
     def check(self, run: Run) -> None:
-        """See :meth:`Study.check`."""
+        """Refuse floors of replies longer than one token, and methods that the config does not have.
+
+        Raises:
+            UserError: A field does not fit.
+        """
         if self.floors and set(self.new_tokens) != {1}:
             raise UserError(
                 "study.floors",
@@ -87,7 +91,11 @@ class Latency(TimingStudy):
             raise UserError("study.methods", name, allowed, hint)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``generation`` (a way is a method; with the papers' ratios) and ``search``."""
+        """Time a model with random weights: prefill and generation under each method, and the search.
+
+        Returns:
+            Tables ``generation`` (a row for each method and length, with the papers' ratios) and ``search``.
+        """
         torch.manual_seed(0)
         lm = random_model(self.shape, torch_device(run.runtime.device), self.dtype)
         # Stopping early would compare different amounts of work; MPT's own default is to go without a cache.
@@ -116,7 +124,7 @@ class Latency(TimingStudy):
         return {name: with_environment(part) for name, part in rows.items() if part}
 
     def _chosen_methods(self, run: Run, lm: LM) -> dict[str, Method]:
-        """The methods to run side by side, with their floors where these are measured."""
+        """Return the methods to time, by name, with the least work each could do (its floor) if that is asked."""
         names = (UNMODIFIED, *(self.methods or run.all_methods))
         methods = applicable_methods(
             lm, run.all_methods, lambda choice: choice.cls.example(lm), run.console.out
@@ -172,7 +180,16 @@ class Latency(TimingStudy):
         return rows
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """A paper's ratios of times against this machine's at the same length, on random weights."""
+        """Compare each ratio of times in a paper with the one measured at the same prompt length.
+
+        Args:
+            tables: Those of :meth:`measure`; ``generation`` has a row for each way to generate and prompt length
+                (tokens).
+
+        Returns:
+            A finding for each ratio; it says untestable where the way was measured at other lengths only.
+        """
+        # The user asks for no paper's claims.
         if self.claims_of is None:
             return []
         columns = ["way", "tokens"]
@@ -192,7 +209,14 @@ class Latency(TimingStudy):
 
     @inference_mode
     def search(self, lm: LM) -> list[Row]:
-        """Time a forward for each candidate against one prefill for all; their losses are equal up to rounding."""
+        """Time the losses of candidates of the channel search: a forward for each, against one shared prefill.
+
+        Returns:
+            A row for each of the two ways.
+
+        Raises:
+            RuntimeError: Their losses differ by more than rounding.
+        """
         width = lm.model.config.hidden_size
         layers = scale_layer_range((10, 25), lm.layers)
         settings = product(range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0))
@@ -200,6 +224,7 @@ class Latency(TimingStudy):
             ScaleChannel(channel=channel, factor=factor, layers=layers)
             for channel, factor in settings
         ]
+        # About ten channels, four factors: as many as asked.
         candidates = all_candidates[: self.candidates]
         ids = torch.randint(
             5, lm.model.config.vocab_size, (self.search_tokens + LOSS_TOKENS,)
@@ -209,6 +234,7 @@ class Latency(TimingStudy):
         found: dict[str, torch.Tensor] = {}
 
         def shared_prefill() -> None:
+            # Without the first row, the unmodified model's.
             losses = candidate_losses(lm, [pair], candidates)[1:, 0]
             found["shared"] = torch.from_numpy(losses)
 
@@ -227,6 +253,7 @@ class Latency(TimingStudy):
         }
         tokens = f"{self.search_tokens} + {LOSS_TOKENS} tokens"
         work = f"{len(candidates)} candidates, {tokens}"
+        # Both ways take long.
         half_as_often = replace(self, repeats=max(1, self.repeats // 2))
         rows = half_as_often.compared(work, ways, lm.device)
         allowed = torch.finfo(lm.model.dtype).eps ** 0.5
@@ -281,7 +308,7 @@ class Reprojection(ScaleChannel):
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
+        """Let the attention modules of the method's layers run twice inside the block: as they are, and scaled."""
         attentions = families.attention_modules(lm.model)
         with ExitStack() as stack:
             for index in self.layer_indices:
@@ -314,6 +341,7 @@ class Reprojection(ScaleChannel):
         cache = kwargs.pop(cache_name)
         is_prompt = families.attention_input(args, kwargs).shape[1] > 1
         if is_prompt:
+            # The unscaled keys must not enter the cache.
             scratch = {cache_name: transformers.DynamicCache()}
             base, *_ = forward(*args, **scratch, **kwargs)
         with ExitStack() as stack:
@@ -322,4 +350,5 @@ class Reprojection(ScaleChannel):
             scaled = forward(*args, **{cache_name: cache}, **kwargs)
         if not is_prompt:
             return scaled
+        # All tokens of a prompt but the last are unscaled.
         return torch.cat([base[:, :-1], scaled[0][:, -1:]], dim=1), scaled[1]

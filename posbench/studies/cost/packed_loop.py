@@ -62,7 +62,7 @@ class PackedLoop:
 
     @inference_mode
     def replies(self, new_tokens: int) -> Tensor:
-        """Greedy replies of ``new_tokens`` tokens, [B * M, new_tokens]."""
+        """Return the greedy replies of ``new_tokens`` tokens to each prompt under each setting, [B * M, new_tokens]."""
         last = torch.tensor([p[-1:] for p in self._prompts], device=self._model.device)
         tokens = last.repeat_interleave(len(self._factors), 0)
         replies = []
@@ -73,7 +73,11 @@ class PackedLoop:
 
     @inference_mode
     def losses(self, answer: Sequence[int]) -> Tensor:
-        """Mean loss of an answer after each prompt, nats per token, [B * M]."""
+        """Return the mean loss of an answer after each prompt under each setting, nats per token, [B * M].
+
+        Args:
+            answer: Token ids of the answer.
+        """
         rows = [
             [prompt[-1], *answer[:-1]]
             for prompt in self._prompts
@@ -92,7 +96,10 @@ class PackedLoop:
 
     @inference_mode
     def _prefill(self) -> None:
-        """Compute every shared prefix once, and lay out each prompt's keys and values for the forks."""
+        """Compute all tokens but the last of each prompt, shared prefixes once, without any scaling.
+
+        Fills ``_keys``, ``_values`` and, for scaled layers, ``_terms``: what scaling a channel by 2 would add to keys.
+        """
         prompts = [prompt[:-1] for prompt in self._prompts]
         trie = build_prefix_trie(prompts)
         self.tokens = trie.size + len(prompts) * len(self._factors)
@@ -103,6 +110,7 @@ class PackedLoop:
         values = [weight.new_empty(shape) for _ in self._layers]
         channels = self._channels.unique()
         inputs = [weight.new_empty(trie.size, len(channels)) for _ in self._layers]
+        # Each segment attends to the stored tokens before it and to itself.
         for segment in trie.segments:
             ids = torch.tensor(prompts[segment.prompt][segment.start :])
             past = slots[segment.prompt][: segment.start]
@@ -111,12 +119,14 @@ class PackedLoop:
             cos, sin = self._rotation(seen.to(weight.device))
             open_keys = torch.arange(len(past) + len(new)) <= seen[:, None]
             x = self._model.model.embed_tokens(ids.to(weight.device))  # type: ignore[operator, union-attr]
+            # Transformer layers, by hand.
             for number, layer in enumerate(self._layers):
                 h = layer.input_layernorm(x)
                 inputs[number][new] = h[:, channels]
                 key = _rotated(self._heads(layer.self_attn.k_proj(h)), cos, sin)
                 value = self._heads(layer.self_attn.v_proj(h))
                 keys[number][:, new], values[number][:, new] = key, value
+                # After the last layer's keys and values nothing else is needed.
                 if number == len(self._layers) - 1:
                     break
                 query = _rotated(self._heads(layer.self_attn.q_proj(h)), cos, sin)
@@ -134,17 +144,30 @@ class PackedLoop:
                 x = x + layer.self_attn.o_proj(output)
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
         for number, layer in enumerate(self._layers):
-            self._keys.append([keys[number][:, s].mT.contiguous() for s in slots])
-            self._values.append([values[number][:, s] for s in slots])
+            self._keys.append(
+                [
+                    keys[number][:, prompt_slots].mT.contiguous()
+                    for prompt_slots in slots
+                ]
+            )
+            self._values.append(
+                [values[number][:, prompt_slots] for prompt_slots in slots]
+            )
             self._terms.append([{} for _ in slots])
             if number not in self._scaled:
                 continue
-            for terms, s in zip(self._terms[number], slots, strict=True):
-                cos, sin = self._rotation(torch.arange(len(s), device=weight.device))
+            for terms, prompt_slots in zip(self._terms[number], slots, strict=True):
+                cos, sin = self._rotation(
+                    torch.arange(len(prompt_slots), device=weight.device)
+                )
                 for index, channel in enumerate(channels.tolist()):
+                    # A channel's part of the keys is its value times this column.
                     column = layer.self_attn.k_proj.weight[:, channel]
                     column = column.view(-1, 1, self._head_size)
-                    term = _rotated(column, cos, sin) * inputs[number][s, index, None]
+                    term = (
+                        _rotated(column, cos, sin)
+                        * inputs[number][prompt_slots, index, None]
+                    )
                     terms[channel] = term.mT.contiguous()
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -152,9 +175,10 @@ class PackedLoop:
         return states.unflatten(-1, (-1, self._head_size)).transpose(0, 1)
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B * M, t, V] of tokens [B * M, t] that follow the computed ones."""
+        """Return the logits [B * M, t, V] of tokens [B * M, t] that follow the ones computed so far."""
         rows, num_tokens = tokens.shape
         prompts, settings = len(self._prompts), len(self._factors)
+        # Tokens of the replies that were computed in earlier steps.
         before = 0 if self._own[0] is None else self._own[0][0].shape[1]
         steps = before + torch.arange(num_tokens, device=tokens.device)
         starts = torch.tensor(self._lengths, device=tokens.device)
@@ -164,8 +188,8 @@ class PackedLoop:
         row_channels = self._channels.repeat(prompts)
         row_factors = self._factors.repeat(prompts)[:, None]
         every_row = torch.arange(rows, device=tokens.device)
-        shut = torch.ones(num_tokens, before + num_tokens, device=tokens.device)
-        shut = shut.triu(before + 1).bool()
+        later_tokens = torch.ones(num_tokens, before + num_tokens, device=tokens.device)
+        later_tokens = later_tokens.triu(before + 1).bool()
         shape = (rows, num_tokens, -1, self._head_size)
         x = self._model.model.embed_tokens(tokens)  # type: ignore[operator, union-attr]
         for number, layer in enumerate(self._layers):
@@ -178,6 +202,7 @@ class PackedLoop:
             query = _rotated(attention.q_proj(scaled).view(shape), cos, sin)
             key = _rotated(attention.k_proj(scaled).view(shape), cos, sin)
             value = attention.v_proj(h).view(shape)
+            # Keys and values of the replies' own tokens, which no other row shares.
             own = self._own[number]
             if own is not None:
                 key, value = torch.cat([own[0], key], 1), torch.cat([own[1], value], 1)
@@ -198,13 +223,15 @@ class PackedLoop:
             own_scores = query.flatten(3, 4) @ own_keys.mT
             if num_tokens > 1:
                 by_token = own_scores.unflatten(3, (-1, num_tokens))
-                own_scores = by_token.masked_fill(shut, -math.inf).flatten(3, 4)
+                own_scores = by_token.masked_fill(later_tokens, -math.inf).flatten(3, 4)
+            # Shared keys are read once for all settings of a prompt.
             outputs = []
             for prompt in range(prompts):
                 queries = query[prompt].flatten(2, 3)
                 scores = _product(queries, self._keys[number][prompt])
                 for channel, term in self._terms[number][prompt].items():
                     members = self._channels == channel
+                    # Scaling a channel by f adds f - 1 times its part of the keys.
                     factors = (self._factors[members] - 1)[:, None, None]
                     scores[:, members] += _product(queries[:, members] * factors, term)
                 past = scores.shape[-1]

@@ -44,10 +44,11 @@ class Precision(Study):
     dtypes: Annotated[tuple[Dtype, ...], MinLen(1)] = ("float32", "bfloat16", "float16")
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
+        """Return the tables ``errors`` and ``drifts``: by method and weights, how far the logits of prompts differ.
 
         ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
-        moves the logits. ``drifts`` is by batch, against one prompt at a time.
+        moves the logits. ``drifts`` is by batch, against one prompt at a time. Both have the columns of
+        :func:`compare`.
         """
         prompts = self._prompts(run)
         methods = applicable_methods(
@@ -57,6 +58,7 @@ class Precision(Study):
         drifts: list[Row] = []
         with run.progress("weight types", 1 + len(self.dtypes)) as advance:
             lm = _load(run, "float64")
+            # The reference: float64, one prompt at a time.
             exact = {
                 name: next_logits(lm, method, prompts, 1)
                 for name, method in methods.items()
@@ -77,19 +79,21 @@ class Precision(Study):
                         drifts.append({**key, "batch": size, **drift})
                 advance(1)
         unmodified = exact.pop(UNMODIFIED)
+        # What the methods themselves change, to compare the errors with.
         for name, exact_logits in exact.items():
             effect = compare(exact_logits, unmodified)
             errors.append({"method": name, "weights": "float64", **effect})
         return {"errors": with_environment(errors), "drifts": with_environment(drifts)}
 
     def _prompts(self, run: Run) -> list[list[int]]:
-        """Token ids of evaluation prompts, spread over the whole set, of several lengths."""
+        """Return token ids of evaluation prompts, spread over the whole set, of different lengths."""
         step = max(1, len(run.evaluation) // self.prompts)
         chosen = run.evaluation[::step][: self.prompts]
         prompts = [encoded.ids for encoded in run.prompts.encode(chosen).values()]
         # Every second prompt loses some of its first pairs: equal lengths would need no padding.
         for i in range(0, len(prompts), 2):
             prompt = prompts[i]
+            # Four tokens a pair.
             prompts[i] = prompt[:1] + prompt[1 + 4 * (i % 7) :]
         return prompts
 
@@ -100,7 +104,7 @@ class Precision(Study):
 
 
 def _load(run: Run, dtype: Dtype) -> LM:
-    """Load the run's model once more, with weights of another type."""
+    """Load the run's model once more, with weights of another dtype."""
     runtime = run.runtime
     return load(
         replace(run.model, dtype=dtype),
@@ -138,7 +142,12 @@ def next_logits(
 
 
 def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
-    """Largest and mean absolute difference of logits [N, V], and share of prompts with another best token."""
+    """Return the largest and mean absolute difference of logits, and the share of prompts with another best token.
+
+    Args:
+        logits: [N, V].
+        reference: What they are compared with, [N, V].
+    """
     error = (logits - reference).abs()
     changed = (logits.argmax(-1) != reference.argmax(-1)).double().mean()
     return {
@@ -150,7 +159,7 @@ def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
 
 @plot.styled
 def errors_figure(errors: pd.DataFrame) -> Figure:
-    """Mean difference of logits, a line for each method, a mark for each weight type and its own effect."""
+    """Draw the mean difference of logits of each method: a mark for each weight type, and the method's own effect."""
     figure, axes = plot.new_figure(plot.PAGE, 2.4)
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
         label = f"error of {weights}"

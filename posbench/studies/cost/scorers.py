@@ -27,7 +27,10 @@ TOLERANCE = 1e-9  # sums of floats may round otherwise elsewhere
 
 
 def longbench(folder: Path) -> Scored:
-    """Fields ``_id``, ``pred``, ``answers``, ``all_classes``, ``official_score``; one file per task."""
+    """Yield subset, official score and our score of each prediction of LongBench; one file per task.
+
+    Files have fields ``_id``, ``pred``, ``answers``, ``all_classes``, ``official_score``.
+    """
     task = LongBench(subsets=tuple(PROMPTS))
     for subset in task.subsets:
         file = folder / "scored_predictions" / f"{subset}.jsonl"
@@ -52,7 +55,10 @@ def nq(folder: Path) -> Scored:
 
 
 def leval(folder: Path) -> Scored:
-    """Fields ``prediction``, ``gt``, ``official_score``; one file per model and exam."""
+    """Yield exam and model, official score and our score of each prediction of L-Eval; one file per model and exam.
+
+    Files have fields ``prediction``, ``gt``, ``official_score``.
+    """
     for name in ("turbo-16k-0613_{}", "xgen-7b-8k-inst_{}_firsthalf"):
         model = name.partition("_")[0]
         for exam in ("coursera", "quality", "tpo"):
@@ -64,7 +70,11 @@ def leval(folder: Path) -> Scored:
 
 
 def loogle(folder: Path) -> Scored:
-    """Fields ``gold``, ``llm_output``, ``official_function_value`` (no order: ``official_worst_value``)."""
+    """Yield metric, official score and our score of each reply to LooGLE's timeline reorder task.
+
+    The file has fields ``gold``, ``llm_output``, ``official_function_value``; for a reply that gives no order the score
+    is ``official_worst_value``.
+    """
     official_names = {
         "lsd": "location_square",
         "lmd": "location_mean",
@@ -109,10 +119,10 @@ class Scorers(Study):
 
     @property
     def folder(self) -> Path:
-        """Where the outputs are.
+        """The folder with the benchmarks' outputs, from ``study.data`` or the environment variable POSBENCH_DATA.
 
         Raises:
-            UserError: Nothing says so.
+            UserError: Neither is set.
         """
         folder = self.data or os.environ.get("POSBENCH_DATA")
         if not folder:
@@ -139,7 +149,11 @@ class Scorers(Study):
         return {"scores": compare_with_official(self.folder)}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        """Whether every score is equal."""
+        """Judge whether every score of ours equals the official one.
+
+        Args:
+            tables: Those of :meth:`measure`; ``scores`` has the number of outputs and of equal scores by benchmark.
+        """
         table = tables["scores"]
         equal = int(table["equal"].sum())
         outputs = int(table["outputs"].sum())
@@ -152,6 +166,7 @@ class Scorers(Study):
             (equal / outputs, outputs),
             f"{equal} of {outputs}; not in that folder: {missing or 'none'}",
         )
+        # No paper claims it: it is a control.
         return [finding.control()]
 
 

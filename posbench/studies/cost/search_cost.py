@@ -46,7 +46,11 @@ class SearchCost(TimingStudy):
         LayerScaling(scales=(1.0,) * run.lm.layers).check(run.lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``operations``: seconds and share of each, and the paper's."""
+        """Time the operations of one generation of the genetic search.
+
+        Returns:
+            Table ``operations``: seconds and share of each, and the paper's.
+        """
         block = run.model.blocks.get("genetic", {})
         fields = GeneticSearch.__dataclass_fields__
         settings = {key: value for key, value in block.items() if key in fields}
@@ -67,7 +71,7 @@ class SearchCost(TimingStudy):
     def operations(
         self, run: Run, search: GeneticSearch
     ) -> dict[str, Callable[[], Any]]:
-        """The operations of a generation by our names, each as a function that does the work of a generation."""
+        """Return by name, for each operation, a function that does it as often as one generation of the search does."""
         lm = run.lm
         num_layers = lm.layers
         rng = random.Random(0)
@@ -81,6 +85,7 @@ class SearchCost(TimingStudy):
         children = [search.mutate(parent, rng, num_layers) for parent in parents]
         num_offspring = search.mutations + search.crossovers
         copies = num_offspring // len(children) + 1
+        # As many candidates as a generation has.
         offspring = (children * copies)[:num_offspring]
 
         def fitness() -> None:
@@ -110,7 +115,7 @@ class SearchCost(TimingStudy):
         return dict(zip(OPERATIONS.values(), functions, strict=True))
 
     def findings(self, tables: Tables) -> list[Finding]:
-        """Whether the answers of the model take nearly all of the time."""
+        """Judge whether the answers of the model take nearly all of the time."""
         answers = tables["operations"].iloc[0]
         finding = Finding.that(
             answers["share"] > DOMINANT_SHARE,

@@ -132,7 +132,11 @@ class Throughput(TimingStudy):
         return {"throughput": with_environment(rows)}
 
     def time_replies(self, run: Run, lm: LM, pairs: int) -> list[Row]:
-        """Rows of the unmodified model at one number of pairs, generation first, then choices."""
+        """Time the unmodified model on prompts with ``pairs`` pairs.
+
+        Returns:
+            Rows for generated replies, then for choices by likelihood.
+        """
         count = self.examples
         positions = tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
         task = KVRetrieval(
@@ -144,6 +148,7 @@ class Throughput(TimingStudy):
         )
         generated = task.examples("evaluation")[:count]
         values = [example.answers[0] for example in generated]
+        # The same prompts with choices: the right value and those of the next prompts.
         chosen = [
             replace(
                 example,
@@ -159,7 +164,17 @@ class Throughput(TimingStudy):
         ]
 
     def time_paper_work(self, run: Run, lm: LM, work: Work, tokens: int) -> list[Row]:
-        """Rows of the work of a table or figure of Yu et al. 2025, in prompts of about ``tokens`` tokens."""
+        """Time the prompts and factors that a table or figure of Yu et al. 2025 takes.
+
+        Args:
+            run: The run.
+            lm: The model.
+            work: The table or figure.
+            tokens: Tokens of a prompt, about.
+
+        Returns:
+            A row for each way to compute them.
+        """
         scale_channel = ScaleChannel.example(lm)
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         for factor in FACTORS[work]:
@@ -173,7 +188,11 @@ class Throughput(TimingStudy):
         return self.time_ways(run, lm, examples, methods, name)
 
     def time_search(self, lm: LM, count: int) -> list[Row]:
-        """Rows of the losses of an answer under the unmodified model and candidates of the channel search."""
+        """Time the losses of an answer under ``count`` candidates of the channel search.
+
+        Returns:
+            A row for the search, and one for a loop written by hand.
+        """
         example = moved_gold(lm, self.tokens, 0)[0]
         pair = lm.answer_ids(example.prompt, example.answers[0])
         template = ScaleChannel.example(lm)
@@ -238,11 +257,13 @@ class Throughput(TimingStudy):
         }
         operations: dict[str, float] = {}
         costs = Costs.of(lm)
+        # The evaluate stage, without and with shared prefills.
         for way, runtime in runtimes.items():
             stage_run = replace(run, task=task, runtime=runtime)
-            asks = stage_plan(replace(stage_run), lm, examples, methods)
-            operations[way] = costs.flops(asks.estimate("evaluate", answered=True))
+            plan = stage_plan(replace(stage_run), lm, examples, methods)
+            operations[way] = costs.flops(plan.estimate("evaluate", answered=True))
             ways[way] = partial(staged, stage_run, lm, examples, methods)
+        # The fastest way to do this work that we know.
         limit = SHARED
         if not any(example.choices for example in examples):
             ways[STOCK] = partial(stock_batches, lm, task, examples, methods, run)
@@ -283,7 +304,13 @@ def _with_limit(rows: list[Row], limit: str) -> list[Row]:
 
 
 def moved_gold(lm: LM, tokens: int, question: int) -> list[Example]:
-    """A question with its gold pair at each of five positions, in prompts of about ``tokens`` tokens."""
+    """Return a question with its gold pair at each of five positions, in prompts of about ``tokens`` tokens.
+
+    Args:
+        lm: The model, whose tokenizer counts.
+        tokens: Tokens of a prompt.
+        question: Number of the question; seeds its words.
+    """
     rng = random.Random(f"posbench throughput {question}")
     words = [first + second for first in WORDS for second in WORDS]
     rng.shuffle(words)
@@ -315,19 +342,19 @@ def moved_gold(lm: LM, tokens: int, question: int) -> list[Example]:
 def staged(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
 ) -> Outputs:
-    """Outputs as the evaluate stage makes them, method by method."""
+    """Return the outputs as the evaluate stage makes them, all examples under the first method, then the second, ..."""
     plan = stage_plan(run, lm, examples, methods)
     outputs: dict[tuple[str, str], str] = {}
     for batch in plan.batches:
-        for ask, row in zip(batch, plan.answer(batch), strict=True):
-            outputs[ask.subject.name, ask.example.id] = str(row["output"])
+        for request, row in zip(batch, plan.answer(batch), strict=True):
+            outputs[request.subject.name, request.example.id] = str(row["output"])
     return [outputs[name, example.id] for name in methods for example in examples]
 
 
 def stage_plan(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
 ) -> ReplyBatches:
-    """The evaluate stage's plan for a model and examples, which are put into the run."""
+    """Return the evaluate stage's plan for a model and examples; both are put into the run."""
     run.lm = lm
     run.evaluation = list(examples)
     subjects = [Subject(run, name, method) for name, method in methods.items()]
@@ -341,7 +368,19 @@ def looped(
     examples: Sequence[Example],
     methods: Mapping[str, Method],
 ) -> Outputs:
-    """The same outputs from stock transformers, prompt by prompt; each choice costs a forward of its own."""
+    """Return the same outputs as :func:`staged` from stock transformers, prompt by prompt.
+
+    Each choice of a question costs a forward of its own.
+
+    Args:
+        lm: The model.
+        task: Says how a prompt is answered.
+        examples: The prompts.
+        methods: The methods, by name.
+
+    Returns:
+        The output of each prompt, method after method.
+    """
     outputs = []
     for method in methods.values():
         with method.applied(lm):
@@ -358,7 +397,18 @@ def stock_batches(
     methods: Mapping[str, Method],
     run: Run,
 ) -> Outputs:
-    """The same replies from stock transformers in padded batches, the longest prompts first, method by method."""
+    """Return the same replies as :func:`staged` from stock transformers in padded batches, longest prompts first.
+
+    Args:
+        lm: The model.
+        task: Limits the replies.
+        examples: The prompts.
+        methods: The methods, by name.
+        run: Has the size of a batch.
+
+    Returns:
+        The reply to each prompt in the given order, method after method.
+    """
     tokenizer = lm.need_tokenizer()
     outputs = []
     for method in methods.values():
@@ -395,7 +445,10 @@ def looped_by_hand(
     examples: Sequence[Example],
     methods: Mapping[str, Method],
 ) -> Outputs:
-    """The same replies from :class:`PackedLoop`, for the unmodified model and factors of one scale_channel."""
+    """Return the same replies as :func:`staged` from :class:`PackedLoop`.
+
+    Methods are the unmodified model and factors of one scale_channel.
+    """
     tokenizer = lm.need_tokenizer()
     scaled = next(m for m in methods.values() if isinstance(m, ScaleChannel))
     settings = [
@@ -407,8 +460,8 @@ def looped_by_hand(
     replies = loop.replies(task.max_new_tokens).unflatten(0, (len(examples), -1))
     lm.tokens_read += loop.tokens
     outputs = []
-    for of_method in replies.transpose(0, 1).tolist():
-        for ids in of_method:
+    for replies_of_method in replies.transpose(0, 1).tolist():
+        for ids in replies_of_method:
             end = (
                 ids.index(tokenizer.eos_token_id)
                 if tokenizer.eos_token_id in ids
@@ -419,7 +472,7 @@ def looped_by_hand(
 
 
 def _stock_reply(lm: LM, task: KVRetrieval, example: Example) -> str:
-    """The most likely choice of an example, or the generated reply."""
+    """Return the most likely choice of an example that has choices, else the generated reply."""
     tokenizer = lm.need_tokenizer()
     prompt = tokenizer(example.prompt, return_tensors="pt")["input_ids"].to(lm.device)
     lm.tokens_read += prompt.numel() * max(len(example.choices), 1)

@@ -98,6 +98,7 @@ class TimingStudy(Study):
                 results[way] = function()
                 _synchronize(device)
                 duration = clock() - start
+                # The first round warms up.
                 if round_index > 0:
                     seconds[way].append(duration)
                 advance(1)
@@ -136,7 +137,13 @@ def _synchronize(device: torch.device) -> None:
 def _ratios(
     seconds: Sequence[float], base_seconds: Sequence[float], faster: bool
 ) -> dict[str, float]:
-    """Median, smallest and largest ratio of times over the rounds, or speed-up with ``faster``."""
+    """Return median, smallest and largest ratio of two ways' times over the rounds, by column.
+
+    Args:
+        seconds: Seconds of the way in each round.
+        base_seconds: Seconds of the way that it is compared with.
+        faster: Give speed-ups (base over way) in place of ratios of times (way over base).
+    """
     rounds = list(zip(seconds, base_seconds, strict=True))
     if faster:
         kind = "speedup"
@@ -210,7 +217,11 @@ def random_model(
 
 @plot.styled
 def ratio_figure(measured: pd.DataFrame) -> Figure:
-    """Draw a panel for each work: median ratio of each way, and its range over rounds."""
+    """Draw a panel for each work: median ratio of each way, its range over rounds, and the paper's ratios.
+
+    Args:
+        measured: A row for each work and way.
+    """
     panels = list(measured.groupby("work", sort=False))
     kind = "ratio" if "ratio" in measured else "speedup"
     figure, grid = plot.new_figure(
@@ -236,6 +247,7 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
                 capsize=2,
                 label="posbench",
             )
+            # The paper's own ratios, where it has some.
             printed = _printed_ratios(row, rows)
             if printed:
                 axes.plot(printed, [y] * len(printed), **plot.PAPER_MARKER)
