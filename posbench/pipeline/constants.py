@@ -26,7 +26,6 @@ from posbench.run.folder import (
     runs_in,
 )
 from posbench.run.method import METHOD_FILE, typed_in_place
-from posbench.run.own_code import make_importable
 from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import run_verdict
@@ -95,6 +94,8 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     Raises:
         UserError: There is no such run, it is damaged, or it has neither a method nor constants.
     """
+    from posbench.run.own_code import make_importable
+
     field = f"method={FROM_RUN}RUN"
     hint = "posbench ls runs lists the runs and their methods"
     folder = find_run(name, outputs)

@@ -14,8 +14,7 @@ from rich.text import Text
 from posbench.late import pd
 from posbench.report import tables
 from posbench.report.console import fit_columns, line_length
-from posbench.report.folder import read_csv, read_json
-from posbench.report.paper import paper_sections
+from posbench.report.folder import PAPER_FILES, read_csv, read_json
 from posbench.report.text import (
     count_verdicts,
     describe_costs,
@@ -119,7 +118,11 @@ def show_findings(folder: Path, console: Console) -> None:
 def show_reference(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print a paper's numbers next to ours, or why they cannot be compared."""
+    """Print a paper's numbers next to ours, or why they cannot be compared; nothing without a paper."""
+    if not any((folder / name).is_file() for name in PAPER_FILES):
+        return
+    from posbench.report.paper import paper_sections
+
     for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import MinLen
@@ -21,7 +21,6 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel, check_layers, scale_layer_range
 from posbench.model.lm import length_batches
-from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
@@ -30,6 +29,9 @@ from posbench.search.base import SEARCH_ROWS_FILE, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
+
+if TYPE_CHECKING:
+    from posbench.plots.section import Section
 
 CURVES_CAPTION = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
@@ -470,6 +472,7 @@ class ChannelSearch(DeploySearch):
     def sections(self, read: Read) -> list[Section]:
         """The candidate chosen for deployment, the ten best by loss, and the channel's values over token positions."""
         from posbench.plots.search import channel_figure
+        from posbench.plots.section import Section
 
         sections = self.shipped_sections(read)
         table = read("search")
@@ -491,6 +494,7 @@ class ChannelSearch(DeploySearch):
 def _candidate_section(table: pd.DataFrame, rescored: bool) -> Section:
     """The ten best candidates of ``search.csv``; ``rescored``: whether some were scored again as shipped."""
     from posbench.plots.search import candidate_label, candidate_losses_figure
+    from posbench.plots.section import Section
 
     mode = ", the last token alone scaled" if rescored else ""
     text = f"The ten best of {len(table)} candidates by loss on the calibration examples{mode}."
