@@ -51,7 +51,7 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
     if is_chat and any(example.prefill for example in examples):
         allowed = f"completions: {task.name} begins the reply, which messages cannot do alike on all servers"
         raise UserError("model.api", model.api, allowed, "set model.api=completions")
-    encode_longest(encoder, task)
+    encode_longest(encoder, task, examples)
 
     differences = []
     without_template = not all(example.chat for example in examples)

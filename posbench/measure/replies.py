@@ -137,10 +137,11 @@ def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
     return unlimited.encode(example.prompt, **_form(example))
 
 
-def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
-    """Tokenise the evaluation example with the longest prompt in characters, to detect at once if prompts do not
-    fit."""
-    longest = max(task.evaluation(), key=lambda example: len(example.prompt))
+def encode_longest(
+    encoder: Encoder, task: Task, examples: Sequence[Example]
+) -> tuple[Example, Encoded]:
+    """Tokenise the example with the longest prompt in characters, to detect at once if prompts do not fit."""
+    longest = max(examples, key=lambda example: len(example.prompt))
     return longest, encode_prompt(encoder, task, longest)
 
 

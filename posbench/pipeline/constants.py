@@ -17,6 +17,7 @@ from posbench.files.sources import Source
 from posbench.report.folder import read_csv, read_json
 from posbench.run.folder import (
     DONE,
+    METHOD_FILE,
     PROVENANCE,
     RunDir,
     as_json,
@@ -25,7 +26,7 @@ from posbench.run.folder import (
     open_undamaged,
     runs_in,
 )
-from posbench.run.method import METHOD_FILE, typed_in_place
+from posbench.run.method import typed_in_place
 from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import run_verdict

@@ -150,7 +150,7 @@ def _prepare(
         warnings.append(constants.line(typed))
     if "evaluate" in config.stages:
         warnings += fit.config.task.notes()
-        if encoder.tokenizer:
+        if encoder.tokenizer and encoder.has_template:
             warnings += _template_warnings(fit.config, encoder)
         warnings += filter(
             None, (calibration_overlap(c, config.task) for c in config.constants)
@@ -363,7 +363,7 @@ def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
         longest = max(examples, key=lambda e: len(e.prompt))
         yield run.lm.encode(longest.prompt).ids
     if {"intervene", "evaluate"} & set(stages):
-        example, encoded = encode_longest(run.lm, run.task)
+        example, encoded = encode_longest(run.lm, run.task, run.evaluation)
         continuations = {
             tuple(run.lm.continuation_ids(encoded, choice))
             for choice in example.choices

@@ -23,8 +23,7 @@ from posbench.report.text import (
     describe_stop,
     headline,
 )
-from posbench.run.folder import PROVENANCE, open_run_dir
-from posbench.run.method import METHOD_FILE
+from posbench.run.folder import METHOD_FILE, PROVENANCE, open_run_dir
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 

@@ -25,8 +25,8 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
-from posbench.run.folder import RunDir
-from posbench.run.method import METHOD_FILE, typed_in_place
+from posbench.run.folder import METHOD_FILE, RunDir
+from posbench.run.method import typed_in_place
 from posbench.run.proofs import COMPUTATION, computation_digest
 from posbench.schema import Count
 from posbench.search import held_back
