@@ -1,4 +1,7 @@
-"""Which channel, factor and layers to scale: the search of Yu et al. 2025, Algorithm 1."""
+"""Which channel, factor and layers to scale: the search of Yu et al. 2025, Algorithm 1.
+
+Every run with the default config checks these settings; what only the search itself needs is imported there.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,23 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
 from posbench.files.digests import read_contents
 from posbench.late import pd
-from posbench.measure.losses import candidate_losses
 from posbench.measure.replies import encode_with_answer
-from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
 from posbench.methods.choice import MethodChoice
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel, check_layers, scale_layer_range
+from posbench.model.families import Site
 from posbench.model.lm import length_batches
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
-from posbench.schema import Count, Seed, Whole
-from posbench.search import statistics
+from posbench.schema import Alphabet, Count, Seed, Whole
 from posbench.search.base import SEARCH_ROWS_FILE, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
-from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
 
 if TYPE_CHECKING:
+    from posbench.measure.states import Strings, Sums
     from posbench.plots.section import Section
+    from posbench.search.statistics import Array, ChannelStatistics
 
 CURVES_CAPTION = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
@@ -93,6 +95,8 @@ class ChannelSearch(DeploySearch):
     @property
     def drawn(self) -> Strings:
         """The random strings."""
+        from posbench.measure.states import Strings
+
         return Strings(
             count=self.strings,
             length=self.length,
@@ -169,6 +173,8 @@ class ChannelSearch(DeploySearch):
         minimum = self._min_length
         reason = "search.window + search.skip + 7"
         if self.variant == "official":
+            from posbench.search import statistics
+
             minimum = statistics.OFFICIAL_SKIP + 1
             reason = "variant=official skips 300 tokens"
         if not minimum <= self.length <= lm.context_window:
@@ -236,6 +242,8 @@ class ChannelSearch(DeploySearch):
         self, averages: Mapping[str, Array], monotone_only: bool = True
     ) -> ChannelStatistics:
         """The filter's statistics of averaged states, by site, shape (layers, tokens, channels) each."""
+        from posbench.search import statistics
+
         curves = averages[self.site]
         if self.variant == "official":
             return statistics.official_filter(curves)
@@ -375,6 +383,8 @@ class ChannelSearch(DeploySearch):
 
     def averages(self, run: Run) -> dict[str, Array]:
         """Averaged states by site, shape (layers, tokens, channels) each; a killed run resumes from its sums."""
+        from posbench.measure.states import Sums, average_states
+
         state = load_state(run)
         sums = {
             site: total.to(run.lm.device)
@@ -402,6 +412,8 @@ class ChannelSearch(DeploySearch):
         Returns:
             Nats per answer token, shape (1 + C, N): the unmodified model, then the candidates.
         """
+        from posbench.measure.losses import candidate_losses
+
         examples = run.examples("calibration")
         pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
         lengths = [len(pairs[e.id][0]) for e in examples]
@@ -426,6 +438,8 @@ class ChannelSearch(DeploySearch):
 
     def _curves(self, averages: Mapping[str, Array], channel: int) -> pd.DataFrame:
         """The channel's curve per site and layer, and the sliding mean that the paper's filter fits."""
+        from posbench.search import statistics
+
         frames = []
         for site, values in averages.items():
             curve = values[:, :, channel]

@@ -27,7 +27,6 @@ from posbench.run.proofs import (
 from posbench.schema import Count, NonNegative
 from posbench.search import held_back
 from posbench.search.base import SEARCH_ROWS_FILE, Read, Search
-from posbench.search.statistics import Array
 from posbench.stats.bootstrap import paired
 from posbench.stats.findings import estimate, estimate_columns, estimate_row
 from posbench.stats.frames import UNMODIFIED, display_name
@@ -36,6 +35,7 @@ from posbench.tasks.base import EvaluationOnly
 
 if TYPE_CHECKING:
     from posbench.plots.section import Section
+    from posbench.search.statistics import Array
 
 FOLDING = ("checkpoint", "lora", "gguf", "gguf-lora")
 """Formats of ``posbench export`` that scale the attention of all tokens."""
