@@ -29,6 +29,7 @@ class LateModule:
 
 if TYPE_CHECKING:
     import matplotlib
+    import numpy as np
     import pandas as pd
     import torch
     import torch.nn.functional as F
@@ -46,6 +47,7 @@ else:
     hub_errors = LateModule("huggingface_hub.errors")
     matplotlib = LateModule("matplotlib")
     nn = LateModule("torch.nn")
+    np = LateModule("numpy")  # tasks are listed without it
     pd = LateModule("pandas")
     sdpa = LateModule("transformers.integrations.sdpa_attention")
     torch = LateModule("torch")
@@ -74,6 +76,7 @@ __all__ = [
     "hub_errors",
     "matplotlib",
     "nn",
+    "np",
     "pd",
     "sdpa",
     "torch",

@@ -21,6 +21,11 @@ REFERENCE_TABLES = ("reference/*.csv", "*/reference/*.csv")
 """Tables below :data:`EXPERIMENTS` with the papers' own numbers: shared between papers, and each paper's."""
 MODELS = PACKAGE / "embedded" / "models"
 EMBEDDED = "posbench://"
+"""Prefix of the path of an embedded model."""
+WHEEL = "wheel://"
+"""Prefix of the path of a model in a wheel of the package index."""
+GGUF = ".gguf"
+"""Suffix of a GGUF file."""
 PLURALS = {
     "model": "models",
     "task": "tasks",

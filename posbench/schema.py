@@ -51,6 +51,8 @@ Bases = Annotated[tuple[Annotated[float, Gt(1)] | None, ...], MinLen(1)]
 
 Truncation = Literal["refuse", "middle", "document", "words"]
 """Treatment of a prompt that does not fit; see :class:`posbench.tasks.Task`."""
+Alphabet = Literal["characters", "tokens"]
+"""What random strings are drawn from."""
 
 PLAIN_WORDS = {
     int: "a whole number",

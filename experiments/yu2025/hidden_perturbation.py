@@ -12,7 +12,7 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, inference_mode, pd
-from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
+from posbench.measure.states import Site, Strings, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.model.guard import forward
 from posbench.model.lm import LM
@@ -22,7 +22,7 @@ from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
-from posbench.schema import Count, Seed, Share, Whole
+from posbench.schema import Alphabet, Count, Seed, Share, Whole
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
 from posbench.stats.findings import Finding, estimate_row

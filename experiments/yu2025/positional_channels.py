@@ -13,7 +13,7 @@ from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.late import Figure, pd
-from posbench.measure.states import NUM_GROUPS, Alphabet, Array, Moments, Site, moments
+from posbench.measure.states import NUM_GROUPS, Array, Moments, Site, moments
 from posbench.methods.scale_channel import (
     SEARCH_SUBJECT,
     STRONGEST_SUBJECT,
@@ -24,7 +24,7 @@ from posbench.plots.search import channel_figure
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
-from posbench.schema import Count, Seed, Whole
+from posbench.schema import Alphabet, Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import STATE_FILE
 from posbench.search.channel import ChannelSearch

@@ -34,8 +34,8 @@ from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
 from posbench.report.folder import RUN_AGAIN, read_csv, read_json
 from posbench.run.base import Run
-from posbench.run.folder import PROVENANCE, find_run, open_undamaged
-from posbench.run.method import METHOD_FILE, typed_in_place
+from posbench.run.folder import METHOD_FILE, PROVENANCE, find_run, open_undamaged
+from posbench.run.method import typed_in_place
 from posbench.run.own_code import config_dir_chosen, import_from, make_importable
 from posbench.search import deploy, held_back
 from posbench.search.base import FOUND_FILE

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from posbench.cli.options import option
 from posbench.errors import UserError, near
-from posbench.plots.base import FORMATS
 from posbench.report import index
-from posbench.report.compare import terminal_rows, write_comparison
 from posbench.report.console import Record, show_lists
 from posbench.run.folder import find_run
 
@@ -33,6 +31,8 @@ def figure_formats(args: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         UserError: posbench draws no such format.
     """
+    from posbench.plots.base import FORMATS
+
     value, remaining = option(args, "--format")
     formats = value.split(",") if value is not None else []
     for name in formats:
@@ -94,6 +94,8 @@ def compare(args: list[str]) -> int:
 
     example: posbench compare 51cc60e3 d172d1d1
     """
+    from posbench.report.compare import terminal_rows, write_comparison
+
     outputs, remaining = split_outputs(args)
     out, remaining = option(remaining, "--out")
     formats, remaining = figure_formats(remaining)

@@ -28,8 +28,7 @@ from posbench.methods.unmodified import Unmodified
 from posbench.report.folder import need_destination, read_csv, read_json
 from posbench.report.tables import missing_notes
 from posbench.run.base import Run
-from posbench.run.folder import PROVENANCE, runs_in
-from posbench.run.method import METHOD_FILE
+from posbench.run.folder import METHOD_FILE, PROVENANCE, runs_in
 from posbench.schema import no_other_keys
 from posbench.stats import outcomes
 from posbench.stats.bootstrap import paired, with_interval

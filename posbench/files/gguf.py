@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from rich.filesize import decimal
 
+from posbench import paths
 from posbench.errors import MachineError, UserError, is_machine_fault
 from posbench.files.atomic import write_json
 from posbench.files.checksums import cache_folder, file_sha256
@@ -31,8 +32,6 @@ from posbench.late import (
     torch,
     transformers,
 )
-
-SUFFIX = ".gguf"
 
 READABLE_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures whose conversion the tests compare with llama.cpp."""
@@ -174,14 +173,6 @@ def _without_offsets(step: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file, or a folder with one and no other checkpoint."""
-    if path.suffix == SUFFIX:
-        return True
-    has_config = (path / "config.json").exists()
-    return not has_config and any(path.glob(f"*{SUFFIX}"))
-
-
 def find_file(path: Path, field: str) -> Path:
     """Return the GGUF file that a path names: itself, or the only one in a folder.
 
@@ -190,7 +181,7 @@ def find_file(path: Path, field: str) -> Path:
     """
     files = [path]
     if path.is_dir():
-        files = sorted(path.glob(f"*{SUFFIX}"))
+        files = sorted(path.glob(f"*{paths.GGUF}"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         allowed = f"a folder with one GGUF file, not {names}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.request import Request, urlopen
 
 import huggingface_hub
@@ -22,11 +22,17 @@ from rich.table import Table
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
-from posbench.files import gguf, wheels
 from posbench.files.atomic import write_bytes
 from posbench.files.checksums import cache_folder, file_sha256
 from posbench.files.parse import parse_json, read_text
-from posbench.late import hub_errors
+from posbench.late import LateModule, hub_errors
+
+if TYPE_CHECKING:
+    from posbench.files import gguf, wheels
+else:
+    # Few runs read such a model.
+    gguf = LateModule("posbench.files.gguf")
+    wheels = LateModule("posbench.files.wheels")
 
 WEIGHTS_PATTERN = "model*.safetensors"
 CHECKPOINT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHTS_PATTERN)
@@ -105,9 +111,9 @@ def checkpoint_source(path: str, revision: str | None = None) -> Source:
     resolved = paths.model_path(path)
     looks_local = resolved.startswith("/") or path.startswith((".", "~"))
     kind: Literal["path", "gguf", "wheel", "model"] = "model"
-    if path.startswith(wheels.SCHEME):
+    if path.startswith(paths.WHEEL):
         kind = "wheel"
-    elif gguf.is_gguf(Path(resolved)):
+    elif _is_gguf(Path(resolved)):
         kind = "gguf"
     elif looks_local or exists(Path(resolved)):
         kind = "path"
@@ -118,6 +124,14 @@ def checkpoint_source(path: str, revision: str | None = None) -> Source:
         files=CHECKPOINT_PATTERNS,
         revision=revision,
     )
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, or a folder with one and no other checkpoint."""
+    if path.suffix == paths.GGUF:
+        return True
+    has_config = (path / "config.json").exists()
+    return not has_config and any(path.glob(f"*{paths.GGUF}"))
 
 
 def local(source: Source) -> Path:

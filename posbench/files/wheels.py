@@ -18,12 +18,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import gguf
 from posbench.files.checksums import file_sha256
-
-SCHEME = "wheel://"
-"""Prefix of a model's path: ``model.path=wheel://NAME``."""
 
 POLL_SECONDS = 0.2
 
@@ -72,11 +70,11 @@ def wheel_of(path: str) -> Wheel:
     Raises:
         UserError: There is none of that name.
     """
-    name = path.removeprefix(SCHEME)
+    name = path.removeprefix(paths.WHEEL)
     for wheel in WHEELS:
         if wheel.name == name:
             return wheel
-    known = ", ".join(f"{SCHEME}{wheel.name}" for wheel in WHEELS)
+    known = ", ".join(f"{paths.WHEEL}{wheel.name}" for wheel in WHEELS)
     raise UserError("model.path", path, known, f"set model.path={known}")
 
 

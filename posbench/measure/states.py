@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from posbench.model.families import Site
 from posbench.model.guard import forward, guarded
 from posbench.model.hooks import pre_hooks
 from posbench.model.lm import LM
+from posbench.schema import Alphabet
 
 Array = NDArray[np.floating]
-Alphabet = Literal["characters", "tokens"]
 
 SAVE_EVERY = 200  # strings between two calls of ``keep``
 NUM_GROUPS = 20  # groups of strings, each with means of its own

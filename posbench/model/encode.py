@@ -140,6 +140,15 @@ class Encoder:
         text, _ = self._render(prompt, chat, system)
         return text + prefill
 
+    @property
+    def has_template(self) -> bool:
+        """Whether a chat template surrounds the prompts that allow one."""
+        if self.chat_template in CHAT_TEMPLATES:
+            return True
+        return self.chat_template != "none" and bool(
+            self.need_tokenizer().chat_template
+        )
+
     def template_sources(
         self, prompt: str, *, chat: bool = True, system: str = ""
     ) -> list[str]:
@@ -152,6 +161,8 @@ class Encoder:
             chat: See :meth:`render`.
             system: The system message.
         """
+        if not chat or not self.has_template:
+            return []
 
         def text(moment: datetime, seed: int) -> str:
             random.seed(seed)
@@ -181,12 +192,11 @@ class Encoder:
             UserError: The template cannot be rendered, or leaves out the prompt.
         """
         tokenizer = self.need_tokenizer()
-        template_file = CHAT_TEMPLATES.get(self.chat_template)
-        has_template = template_file is not None or tokenizer.chat_template
         joined = f"{system}\n\n{prompt}" if system else prompt
-        if not chat or self.chat_template == "none" or not has_template:
+        if not chat or not self.has_template:
             return joined, False
         settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        template_file = CHAT_TEMPLATES.get(self.chat_template)
         if template_file is not None:
             settings["chat_template"] = template_file.read_text().rstrip("\n")
         if system:

@@ -80,6 +80,10 @@ JSON_FIELD = re.compile(rf"\{{\s*\"{THINKING_WORD}\"\s*:", re.I)
 """Beginning of a JSON object with such a field."""
 QUOTED_LINES = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
 """Quoted lines."""
+SECTION_START = re.compile(
+    r"[<\[{(【«#*_`~>]|thinking|thought|reasoning|chain of thought", re.I
+)
+"""How a text begins that may begin with a section; most replies do not."""
 
 
 Form = Literal["", "field", "inline", "opened", "hidden"]
@@ -212,6 +216,8 @@ class _Section(NamedTuple):
 
 def _first_section(text: str) -> _Section | None:
     """Return the section in marks of any kind at the beginning of a text; None if it begins with no mark."""
+    if not SECTION_START.match(text):
+        return None
     readers: tuple[Callable[[str], _Section | None], ...] = (
         _special_section,
         _tag_section,

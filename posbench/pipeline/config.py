@@ -25,12 +25,12 @@ from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import Positive, build, instantiate, plain
 from posbench.search.base import Search
 from posbench.stats.reference import Contrast, Reference
-from posbench.studies.base import Study
 from posbench.tasks import Task
 from posbench.tasks.base import EvaluationOnly
 
 if TYPE_CHECKING:
     from posbench.backends.base import ServerProfile
+    from posbench.studies.base import Study
 
 Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -438,6 +438,8 @@ def _build_study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
             hint = "posbench ls studies shows the choices"
             raise UserError("study", None, "a study", hint)
         return None
+    from posbench.studies.base import Study
+
     study: Study = instantiate(data["study"], Study, "study")  # type: ignore[type-abstract]
     if "study" not in stages:
         if "stages" in typed and stages:

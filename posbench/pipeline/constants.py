@@ -17,6 +17,7 @@ from posbench.files.sources import Source
 from posbench.report.folder import read_csv, read_json
 from posbench.run.folder import (
     DONE,
+    METHOD_FILE,
     PROVENANCE,
     RunDir,
     as_json,
@@ -25,8 +26,7 @@ from posbench.run.folder import (
     open_undamaged,
     runs_in,
 )
-from posbench.run.method import METHOD_FILE, typed_in_place
-from posbench.run.own_code import make_importable
+from posbench.run.method import typed_in_place
 from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import run_verdict
@@ -99,6 +99,8 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     Raises:
         UserError: There is no such run, it is damaged, or it has neither a method nor constants.
     """
+    from posbench.run.own_code import make_importable
+
     field = f"method={FROM_RUN}RUN"
     hint = "posbench ls runs lists the runs and their methods"
     folder = find_run(name, outputs)

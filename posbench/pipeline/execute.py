@@ -60,7 +60,6 @@ from posbench.run.folder import (
     was_rescored,
 )
 from posbench.run.heartbeat import doing
-from posbench.run.own_code import make_importable
 from posbench.run.progress import duration, repeating
 from posbench.run.shards import (
     Shard,
@@ -551,6 +550,8 @@ def recorded_config(folder: Path) -> Config:
     Raises:
         UserError: It is no run folder, or the code, a file or a setting has changed since.
     """
+    from posbench.run.own_code import make_importable
+
     folder = folder.resolve()
     out = open_run(folder)
     groups = out.config("runtime")

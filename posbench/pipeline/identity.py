@@ -25,7 +25,7 @@ from posbench.late import torch
 from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, task_sources
 from posbench.pipeline.constants import FROM_RUN, fingerprint
-from posbench.run.own_code import CONFIG_DIR
+from posbench.run.folder import CONFIG_DIR
 from posbench.schema import override_text
 
 ALWAYS = (

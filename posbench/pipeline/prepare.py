@@ -19,7 +19,6 @@ from posbench.files.digests import (
     hash_sources,
     read_contents,
 )
-from posbench.files.gguf import UNQUANTISED, weight_types
 from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import transformers
 from posbench.measure.replies import encode_longest, template_sources
@@ -151,7 +150,7 @@ def _prepare(
         warnings.append(constants.line(typed))
     if "evaluate" in config.stages:
         warnings += fit.config.task.notes()
-        if encoder.tokenizer:
+        if encoder.tokenizer and encoder.has_template:
             warnings += _template_warnings(fit.config, encoder)
         warnings += filter(
             None, (calibration_overlap(c, config.task) for c in config.constants)
@@ -186,6 +185,8 @@ def _dequantised(needed: Sequence[Source]) -> list[str]:
     for source in needed:
         if not source.is_converted:
             continue
+        from posbench.files.gguf import UNQUANTISED, weight_types
+
         types = set(weight_types(local(source))) - set(UNQUANTISED)
         if types:
             names = ", ".join(sorted(types))

@@ -22,6 +22,8 @@ RUN_AGAIN = "repeat the run that wrote it"
 EXCHANGE_ATTEMPTS = 5
 EXCHANGE_SECONDS = 0.05
 """A pause in which another process, seen while it exchanges a folder for a new one, has done so."""
+PAPER_FILES = ("experiment.json", "reference.json")
+"""Files of a run or a sweep that belongs to an experiment, or has a paper's numbers to compare with."""
 CAPTIONS = "captions.json"
 """Captions of the figures in the same folder, by file name."""
 TEXT_COLUMNS = {

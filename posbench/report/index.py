@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from posbench.errors import UserError, near
 from posbench.report.console import Record
 from posbench.report.summaries import NAMED_GROUPS, RunSummary, summaries
-from posbench.report.tables import cell
 from posbench.run.folder import CONFIG, runs_in
 from posbench.run.progress import duration
 from posbench.stats import outcomes
@@ -28,24 +27,26 @@ def differing_settings(runs: Sequence[RunSummary]) -> list[dict[str, str]]:
 
     Settings are compared only among runs with the same model, task, method, search or study, whichever has the setting.
     """
-    values: dict[tuple[str, str], set[str]] = {}
+    first_values: dict[tuple[str, str], str] = {}
+    differing = set[tuple[str, str]]()
     for run in runs:
         for key, value in run.settings.items():
-            values.setdefault(_owner(run, key), set()).add(value)
+            if first_values.setdefault(_owned(run, key), value) != value:
+                differing.add(_owned(run, key))
+    differing_keys = {key for key, _ in differing}
     return [
         {
             key: value
             for key, value in run.settings.items()
-            if len(values[_owner(run, key)]) > 1
+            if key in differing_keys and _owned(run, key) in differing
         }
         for run in runs
     ]
 
 
-def _owner(run: RunSummary, key: str) -> tuple[str, str]:
+def _owned(run: RunSummary, key: str) -> tuple[str, str]:
     """A setting's key with the name of the model, method ... that it belongs to."""
-    group, _, _ = key.partition(".")
-    return key, run.name(group)
+    return key, run.names.get(key.partition(".")[0], "")
 
 
 def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
@@ -181,23 +182,34 @@ def common_cells(records: Sequence[Record]) -> dict[str, str]:
     """Return version, model, task, method or study, and state, as far as all of several runs have them in common."""
     if len(records) < 2:
         return {}
-    rows = [_terminal_row(record) for record in records]
+    rows = [_name_cells(record) for record in records]
     common = {}
-    for name in ("in", "model", "task", RAN_COLUMN, "state"):
-        values = {row[name] for row in rows}
-        if len(values) == 1 and rows[0][name]:
-            common[name] = rows[0][name]
+    for name, cell in rows[0].items():
+        if cell and all(row[name] == cell for row in rows):
+            common[name] = cell
     return common
 
 
-def _terminal_row(record: Record) -> dict[str, str]:
-    """Return the cells of a run's record by header."""
+def _name_cells(record: Record) -> dict[str, str]:
+    """A record's names and state on a terminal."""
     suite, version = Path(record["folder"]).absolute().parts[-3:-1]
     # The suite is left out where it has the name of the task or study.
     is_named = suite in (record["task"], record["study"])
     names = [name for name in (record["study"], record["method"]) if name]
     if len(names) == 2 and names[1] == UNMODIFIED:
         names = names[:1]
+    return {
+        "in": version if is_named else f"{suite}/{version}",
+        "model": record["model"],
+        "task": record["task"],
+        RAN_COLUMN: ", ".join(map(display_name, names)),
+        "state": record["state"],
+    }
+
+
+def _terminal_row(record: Record) -> dict[str, str]:
+    """A record's cells on a terminal."""
+    names = _name_cells(record)
     settings = []
     for key, value in record["settings"].items():
         text = f"{key.partition('.')[2]}={value}"
@@ -211,16 +223,16 @@ def _terminal_row(record: Record) -> dict[str, str]:
         difference = ""
     return {
         "run": record["run"],
-        "in": version if is_named else f"{suite}/{version}",
-        "model": record["model"],
-        "task": record["task"],
-        RAN_COLUMN: ", ".join(map(display_name, names)),
+        "in": names["in"],
+        "model": names["model"],
+        "task": names["task"],
+        RAN_COLUMN: names[RAN_COLUMN],
         SETTINGS_COLUMN: "\n".join(settings),
         "score": verdicts or score,
         "difference": difference,
         "position bias": estimate_cell(record, "position_bias"),
         "age": age(record["started"]),
-        "state": record["state"],
+        "state": names["state"],
     }
 
 
@@ -241,6 +253,8 @@ def estimate_cell(record: Record, name: str, signed: bool = False) -> str:
         name: The estimate's column.
         signed: Whether a positive value has a plus sign.
     """
+    from posbench.report.tables import cell  # a pipe gets plain numbers
+
     value, low, high = (
         float("nan") if record[column] is None else record[column]
         for column in estimate_columns(name)

@@ -38,8 +38,15 @@ from posbench.report.text import (
     run_title,
     study_answer,
 )
-from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RESCORED, open_run_dir
-from posbench.run.method import METHOD_FILE, typed_in_place
+from posbench.run.folder import (
+    AUDIT,
+    METHOD_FILE,
+    PREDICTIONS,
+    PROVENANCE,
+    RESCORED,
+    open_run_dir,
+)
+from posbench.run.method import typed_in_place
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back

@@ -14,8 +14,7 @@ from rich.text import Text
 from posbench.late import pd
 from posbench.report import tables
 from posbench.report.console import fit_columns, line_length
-from posbench.report.folder import read_csv, read_json
-from posbench.report.paper import paper_sections
+from posbench.report.folder import PAPER_FILES, read_csv, read_json
 from posbench.report.text import (
     count_verdicts,
     describe_costs,
@@ -24,8 +23,7 @@ from posbench.report.text import (
     describe_stop,
     headline,
 )
-from posbench.run.folder import PROVENANCE, open_run_dir
-from posbench.run.method import METHOD_FILE
+from posbench.run.folder import METHOD_FILE, PROVENANCE, open_run_dir
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
@@ -140,6 +138,10 @@ def show_reference(
         subsets: Its scores on subsets, if it has any.
         console: Where to print.
     """
+    if not any((folder / name).is_file() for name in PAPER_FILES):
+        return
+    from posbench.report.paper import paper_sections
+
     for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:

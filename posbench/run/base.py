@@ -19,10 +19,10 @@ from posbench.model.encode import Encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
 from posbench.run.budget import Deadline, Spending
-from posbench.run.folder import RunDir
+from posbench.run.folder import METHOD_FILE, RunDir
 from posbench.run.heartbeat import doing, is_beating, loading, showing_bar
 from posbench.run.meter import StageMeter
-from posbench.run.method import METHOD_FILE, MethodUnderTest
+from posbench.run.method import MethodUnderTest
 from posbench.run.progress import Progress, progress
 from posbench.run.prompts import PromptBatcher
 from posbench.run.rows import IncompleteRun, ResumableRows

@@ -12,8 +12,6 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.stats.frames import SERVED, UNMODIFIED
 
-METHOD_FILE = "method.json"
-"""The method under test with its parameters, in a run folder."""
 TYPED = "typed"
 """In ``method.json``: parameters typed by the user that differ from the search's result."""
 

@@ -10,10 +10,8 @@ from typing import Any
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.imports import locate_module
-from posbench.run.folder import PROVENANCE, RunDir
+from posbench.run.folder import CONFIG_DIR, PROVENANCE, RunDir
 
-CONFIG_DIR = "config_dir"
-"""Field of the provenance: the absolute path of the --config-dir that a run was made with."""
 _chosen_folders: list[Path] = []
 """The --config-dir of the running verb, which replaces the recorded ones; empty without one."""
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import yaml
 
@@ -23,17 +23,19 @@ from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
-from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
-from posbench.run.folder import RunDir
-from posbench.run.method import METHOD_FILE, typed_in_place
+from posbench.run.folder import METHOD_FILE, RunDir
+from posbench.run.method import typed_in_place
 from posbench.run.proofs import COMPUTATION, computation_digest
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import Verdict
 from posbench.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from posbench.plots.section import Section
 
 log = logging.getLogger(__name__)
 
@@ -454,6 +456,8 @@ def epoch_section(read: Read, text: str, digits: int) -> list[Section]:
     table = read("search")
     if table is None:
         return []
+    from posbench.plots.section import Section
+
     rows = []
     for row in table.itertuples(index=False):
         rows.append([f"{value:.{digits}g}" for value in row])

@@ -1,11 +1,14 @@
-"""Which channel, factor and layers to scale: the search of Yu et al. 2025, Algorithm 1."""
+"""Which channel, factor and layers to scale: the search of Yu et al. 2025, Algorithm 1.
+
+Every run with the default config checks these settings; what only the search itself needs is imported there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import MinLen
@@ -14,22 +17,23 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
 from posbench.files.digests import read_contents
 from posbench.late import pd
-from posbench.measure.losses import candidate_losses
 from posbench.measure.replies import encode_with_answer
-from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
 from posbench.methods.choice import MethodChoice
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel, check_layers, scale_layer_range
+from posbench.model.families import Site
 from posbench.model.lm import length_batches
-from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
-from posbench.schema import Count, Seed, Whole
-from posbench.search import statistics
+from posbench.schema import Alphabet, Count, Seed, Whole
 from posbench.search.base import SEARCH_ROWS_FILE, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
-from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
+
+if TYPE_CHECKING:
+    from posbench.measure.states import Strings, Sums
+    from posbench.plots.section import Section
+    from posbench.search.statistics import Array, ChannelStatistics
 
 CURVES_CAPTION = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
@@ -91,6 +95,8 @@ class ChannelSearch(DeploySearch):
     @property
     def drawn(self) -> Strings:
         """The random strings over whose tokens hidden states are averaged."""
+        from posbench.measure.states import Strings
+
         return Strings(
             count=self.strings,
             length=self.length,
@@ -187,6 +193,8 @@ class ChannelSearch(DeploySearch):
         minimum = self._min_length
         reason = "search.window + search.skip + 7"
         if self.variant == "official":
+            from posbench.search import statistics
+
             minimum = statistics.OFFICIAL_SKIP + 1
             reason = "variant=official skips 300 tokens"
         if not minimum <= self.length <= lm.context_window:
@@ -266,6 +274,8 @@ class ChannelSearch(DeploySearch):
             averages: States averaged over random strings, by site, shape (layers, tokens, channels) each.
             monotone_only: Rank only channels that rise or fall in enough layers.
         """
+        from posbench.search import statistics
+
         curves = averages[self.site]
         if self.variant == "official":
             return statistics.official_filter(curves)
@@ -429,6 +439,8 @@ class ChannelSearch(DeploySearch):
 
         A killed run resumes from its sums.
         """
+        from posbench.measure.states import Sums, average_states
+
         state = load_state(run)
         sums = {
             site: total.to(run.lm.device)
@@ -456,6 +468,8 @@ class ChannelSearch(DeploySearch):
         Returns:
             Nats per answer token, shape (1 + C, N): the unmodified model, then the candidates.
         """
+        from posbench.measure.losses import candidate_losses
+
         examples = run.examples("calibration")
         pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
         lengths = [len(pairs[e.id][0]) for e in examples]
@@ -487,6 +501,8 @@ class ChannelSearch(DeploySearch):
             averages: Averaged states by site, shape (layers, tokens, channels) each.
             channel: The channel.
         """
+        from posbench.search import statistics
+
         frames = []
         for site, values in averages.items():
             curve = values[:, :, channel]
@@ -544,6 +560,7 @@ class ChannelSearch(DeploySearch):
             read: Returns a table of the run by name, None if there is none.
         """
         from posbench.plots.search import channel_figure
+        from posbench.plots.section import Section
 
         sections = self.shipped_sections(read)
         table = read("search")
@@ -570,6 +587,7 @@ def _candidate_section(table: pd.DataFrame, rescored: bool) -> Section:
         rescored: Whether some were scored again as they would be shipped.
     """
     from posbench.plots.search import candidate_label, candidate_losses_figure
+    from posbench.plots.section import Section
 
     mode = ", the last token alone scaled" if rescored else ""
     text = f"The ten best of {len(table)} candidates by loss on the calibration examples{mode}."

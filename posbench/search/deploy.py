@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from posbench.methods import Method
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
-from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.proofs import (
     COMPUTATION,
@@ -28,12 +27,15 @@ from posbench.run.proofs import (
 from posbench.schema import Count, NonNegative
 from posbench.search import held_back
 from posbench.search.base import SEARCH_ROWS_FILE, Read, Search
-from posbench.search.statistics import Array
 from posbench.stats.bootstrap import paired
 from posbench.stats.findings import estimate, estimate_columns, estimate_row
 from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.tasks import Example, Task
 from posbench.tasks.base import EvaluationOnly
+
+if TYPE_CHECKING:
+    from posbench.plots.section import Section
+    from posbench.search.statistics import Array
 
 FOLDING = ("checkpoint", "lora", "gguf", "gguf-lora")
 """Formats of ``posbench export`` that scale the attention of all tokens."""
@@ -372,6 +374,8 @@ class DeploySearch(Search):
         table = read("deploy")
         if table is None:
             return []
+        from posbench.plots.section import Section
+
         # Two losses: as searched, for the last token alone, and as the shipped files compute it.
         header = ["candidate", "loss, last token", "loss as shipped", "price"]
         estimates = ["price"]

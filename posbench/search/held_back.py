@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from posbench.late import pd
-from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired, with_interval
+
+if TYPE_CHECKING:
+    from posbench.plots.section import Section
 
 HELD_BACK_ROWS_FILE = "held_back.jsonl"
 TABLE_FILE = "held_back.csv"
@@ -122,6 +124,8 @@ def sections(table: pd.DataFrame | None) -> list[Section]:
     """
     if table is None:
         return []
+    from posbench.plots.section import Section
+
     facts = {str(name): value for name, value in table.iloc[0].items()}
     text = f"{summary_sentence(facts)}."
     if was_checked(facts):

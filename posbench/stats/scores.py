@@ -22,7 +22,6 @@ from posbench.stats.bootstrap import (
     percentile,
     resampled_means,
 )
-from posbench.stats.first_line import first_line_note
 from posbench.stats.position_bias import CurveIntervals, StatisticRow
 from posbench.tasks.base import Task
 from posbench.tasks.scorers import WHOLE_REPLY
@@ -161,6 +160,8 @@ class Tabulator:
                         # A difference is invalid if either of the two scores is.
                         note = note or notes[self.unmodified]
                 elif group.label == WHOLE_REPLY:
+                    from posbench.stats.first_line import first_line_note
+
                     note = first_line_note(
                         group.rows, task_metric, self.resamples, self.seed
                     )

@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.methods.choice import MethodChoice
 from posbench.model.encode import Encoder
-from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses, StudyWorkload
 from posbench.stats.findings import Finding
 from posbench.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from posbench.plots.section import Drawn
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
 

@@ -96,7 +96,7 @@ def check_prompts(run: Run, task: Task | None = None) -> None:
     """Raise UserError for a task without gold items (:func:`need_items`), or with prompts that do not fit."""
     task = task or run.task
     need_items(task)
-    encode_longest(run.lm, task)
+    encode_longest(run.lm, task, task.evaluation())
 
 
 def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:

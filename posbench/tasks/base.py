@@ -1,5 +1,7 @@
 """The interface of tasks: plain text in, numbers out."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -7,14 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posbench.errors import UserError
 from posbench.files.sources import Source, exists, local
 from posbench.schema import Count, Positive, Several, Truncation, build, resolve_target
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Split = Literal["evaluation", "calibration"]
 
@@ -72,7 +75,7 @@ class Example:
     document: tuple[int, int] | None = None
     separator: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    original: "Example | None" = None
+    original: Example | None = None
 
     @property
     def question_id(self) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posbench.files.sources import Source
-from posbench.late import pd
+from posbench.late import np, pd
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import Line, check_names, find_file, read_data_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SUMMARIES = ("gov_report", "summ_screen_fd", "qmsum", "squality")
 NEW_TOKENS = {

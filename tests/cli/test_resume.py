@@ -77,8 +77,8 @@ def test_a_finished_run_repeats_no_work(
     inodes = {p: p.stat().st_ino for p in before if p.suffix == ".jsonl"}
     sizes = _count_work(monkeypatch)
     for module in (
-        "search.channel.average_states",
-        "search.channel.candidate_losses",
+        "measure.states.average_states",
+        "measure.losses.candidate_losses",
         "pipeline.stages.intervene.attention_to_items",
     ):
         monkeypatch.setattr(

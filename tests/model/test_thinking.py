@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posbench.model import thinking
 from posbench.model.thinking import opens_thinking, split_thinking
 
 HARMONY = (
@@ -167,3 +172,25 @@ def test_where_nothing_follows_it_cannot_be_told(name: str, closes: bool) -> Non
 )
 def test_a_plain_answer_stays_whole(text: str) -> None:
     assert split_thinking(text) == (text, "", False, "", "")
+
+
+BEGINNINGS = (
+    thinking.SPECIAL,
+    thinking.TAG,
+    thinking.BRACKET,
+    thinking.THINKING_LABEL,
+    thinking.JSON_FIELD,
+    thinking.FENCE,
+    thinking.QUOTED_LINES,
+    re.compile("<!--"),
+)
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS, ids=lambda mark: mark.pattern[:12])
+@given(data=st.data())
+@settings(max_examples=30)
+def test_no_section_is_overlooked(
+    beginning: re.Pattern[str], data: st.DataObject
+) -> None:
+    text = data.draw(st.from_regex(beginning, fullmatch=True))
+    assert thinking.SECTION_START.match(text)

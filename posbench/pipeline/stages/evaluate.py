@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, csv_text, write_csv, write_text
@@ -24,8 +24,7 @@ from posbench.run.folder import (
 from posbench.run.plan import subjects
 from posbench.run.replies import EVALUATE_STAGE, plan_replies, scored_replies
 from posbench.run.reply_rows import prompt_digest, rescored_row
-from posbench.run.sequential import ShapeRule
-from posbench.run.stop import Stop, StopRules
+from posbench.run.stop import StopRules
 from posbench.search.base import note_verdict
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import is_scorable
@@ -33,6 +32,9 @@ from posbench.stats.position_bias import CurveIntervals
 from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from posbench.run.sequential import ShapeRule
 
 PROMPTS_FILE = "prompts.json"
 METRICS_FILE = "metrics.csv"
@@ -61,7 +63,7 @@ def run(config: Config, run: Run) -> None:
         shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
     rules = StopRules(shape_rule, run.deadline, run.spending)
     rows_by_method = scored_replies(run, PREDICTIONS, methods, encoded, rules)
-    run.out.mark(EVALUATE_STAGE, **_facts_of_stop(config, rules.stop))
+    run.out.mark(EVALUATE_STAGE, **_facts_of_stop(config, rules, shape_rule))
     run.out.mark(PREDICTIONS, key=unmodified_key, done=rules.stop is None)
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
@@ -73,18 +75,21 @@ def run(config: Config, run: Run) -> None:
         run.console.print(f"evaluate: nothing is scored, {reason}")
 
 
-def _facts_of_stop(config: Config, stop: Stop | None) -> dict[str, Any]:
+def _facts_of_stop(
+    config: Config, rules: StopRules, shape_rule: ShapeRule | None
+) -> dict[str, Any]:
     """Return the entry of ``status.json`` on where and why the stage stopped early.
 
     ``stopped`` holds the numbers of questions asked and planned, None for a stage that asked them all.
     """
+    stop = rules.stop
     budget = None
     if config.budget and stop:
         unit, size = config.budget.amount
         budget = {unit: size}
     return {
         "stopped": (stop.asked, stop.planned) if stop else None,
-        "decided": bool(stop and isinstance(stop.rule, ShapeRule)),
+        "decided": stop is not None and stop.rule is shape_rule,
         "budget": budget,
         "until": config.runtime.until,
     }
@@ -92,6 +97,8 @@ def _facts_of_stop(config: Config, stop: Stop | None) -> dict[str, Any]:
 
 def _shape_rule(task: Task, method: str, examples: Sequence[Example]) -> ShapeRule:
     """The rule that ends a run once the shape of its scores under a method is decided."""
+    from posbench.run.sequential import ShapeRule  # few runs have it
+
     return ShapeRule(task.metric, method, examples, task.chance or 0.0)
 
 
