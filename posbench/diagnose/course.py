@@ -177,7 +177,6 @@ class Course:
         self.allowance = Allowance(budget, None, watch)
         self.runs = Runs(args, self.allowance, console)
         self.diagnosis = self.runs.diagnosis
-        self._winner_changes_prompts = False
         config = self._prepare_first()
         task = config.task
         _need_moving_gold_item(task)
@@ -516,7 +515,7 @@ class Course:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
         choices = self._choices(split.num_held_back)
-        methods, left_out = applicable_methods(lm, choices, split.examples)
+        methods, left_out = applicable_methods(lm, choices)
         if not methods:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "no method runs on this model"
@@ -530,7 +529,6 @@ class Course:
         diagnosis.remedies = [*remedies, *left_out]
         diagnosis.winner = winner_of(remedies)
         if diagnosis.winner:
-            self._winner_changes_prompts = methods[diagnosis.winner].rewrites
             self._hold_back(choices[diagnosis.winner], split.num_held_back)
             return
         gap = diagnosis.source.gap if diagnosis.source else None
@@ -949,9 +947,6 @@ class Course:
     def _next_command(self) -> str:
         """Return the command to run next; empty if nothing is left to do."""
         diagnosis = self.diagnosis
-        if diagnosis.verdict == FIXED and self._winner_changes_prompts:
-            # There is no file to write: the rows show the prompts to ask instead.
-            return f"posbench show {diagnosis.runs['held-back']}"
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
         if self._lacks_answers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -16,12 +15,9 @@ from posbench.files.atomic import Row, short_hash
 from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
-from posbench.methods.composed import Composed
-from posbench.methods.prompt_change import PromptChange
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
 from posbench.run.folder import RunDir
-from posbench.run.prompts import item_prompt
 from posbench.run.proofs import COMPUTATION, REQUEST, request_digest
 from posbench.run.rows import ResumableRows, Schedule
 from posbench.stats.bootstrap import Estimate, difference
@@ -37,14 +33,13 @@ RACE_FILE = "race.jsonl"
 
 
 def applicable_methods(
-    lm: LM, choices: Mapping[str, MethodChoice], examples: Sequence[Example]
+    lm: LM, choices: Mapping[str, MethodChoice]
 ) -> tuple[dict[str, Method], list[Remedy]]:
-    """Build the methods that can race on a model, and give the reasons against the others.
+    """Build the methods that can run on a model, and give the reasons against the others.
 
     Args:
         lm: The model.
         choices: Every method by name, with the constants that are known.
-        examples: Calibration prompts.
 
     Returns:
         The methods, and the reason for each one left out.
@@ -57,48 +52,14 @@ def applicable_methods(
         try:
             method = choice.build()
             method.check(lm)
-            reason = _reason_against(lm, method, examples)
+            if method.rewrites or method.needs.items:
+                left_out.append(Remedy(name, note="it reads or rewrites the prompt"))
+                continue
         except UserError as error:
-            reason = f"{error.field}: {error.allowed}"
-        if reason:
-            left_out.append(Remedy(name, note=reason))
-        else:
-            methods[name] = method
+            left_out.append(Remedy(name, note=f"{error.field}: {error.allowed}"))
+            continue
+        methods[name] = method
     return methods, left_out
-
-
-def _reason_against(lm: LM, method: Method, examples: Sequence[Example]) -> str:
-    """Why a method that sees the prompt cannot race; empty if it can.
-
-    Raises:
-        UserError: It refuses the prompts.
-    """
-    if method.needs.items or not (method.rewrites_by_text or not method.rewrites):
-        return "it reads the items of the prompt, or asks the model how to rewrite it"
-    if not method.rewrites:
-        return ""
-    parts = method.parts.values() if isinstance(method, Composed) else [method]
-    for part in parts:
-        if isinstance(part, PromptChange):
-            for example in examples:
-                reason = part.why_loss_is_blind(item_prompt(example))
-                if reason:
-                    return reason
-    for prompt, answer in _answered_prompts(lm, method, examples).values():
-        if len(prompt) + len(answer) > lm.context_window:
-            return f"its prompts do not fit the window of {lm.context_window:,} tokens"
-    return ""
-
-
-def _answered_prompts(
-    lm: LM, method: Method, examples: Sequence[Example]
-) -> dict[str, tuple[list[int], list[int]]]:
-    """Token ids of prompts as a method asks them, and of the right answer, by the id of their example."""
-    pairs = {}
-    for example in examples:
-        asked = method.rewrite(lm, item_prompt(example)).text
-        pairs[example.id] = encode_with_answer(lm, replace(example, prompt=asked))
-    return pairs
 
 
 class Heat(NamedTuple):
@@ -172,12 +133,7 @@ def race(
         The methods, the one with the largest gain first. A gain is paired over the prompts that both read.
     """
     contestants: dict[str, Method] = {UNMODIFIED: Unmodified(), **methods}
-    # Most methods read the task's own prompts, which are then encoded once.
-    own_pairs = _answered_prompts(lm, Unmodified(), examples)
-    pairs = {
-        name: _answered_prompts(lm, method, examples) if method.rewrites else own_pairs
-        for name, method in contestants.items()
-    }
+    pairs = {example.id: encode_with_answer(lm, example) for example in examples}
     batches = [
         [
             Heat(name, e, start // RACE_BATCH)
@@ -190,7 +146,7 @@ def race(
     def compute(batch: Sequence[Heat]) -> list[Row]:
         began = time.monotonic()
         with contestants[batch[0].method].applied(lm):
-            batch_pairs = [pairs[heat.method][heat.example.id] for heat in batch]
+            batch_pairs = [pairs[heat.example.id] for heat in batch]
             losses = lm.answer_token_loss(batch_pairs, batch_size=len(batch))
         seconds = (time.monotonic() - began) / len(batch)
         return [
@@ -199,7 +155,7 @@ def race(
         ]
 
     def proof(heat: Heat) -> Row:
-        prompt, answer = pairs[heat.method][heat.example.id]
+        prompt, answer = pairs[heat.example.id]
         return {
             REQUEST: request_digest([*prompt, *answer], ()),
             COMPUTATION: short_hash(repr(contestants[heat.method])),

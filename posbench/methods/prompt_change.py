@@ -31,21 +31,9 @@ class PromptChange(Method):
         """An empty block."""
         return nullcontext()
 
-    def why_loss_is_blind(self, prompt: ItemPrompt) -> str:
-        """Why the loss of the right answer cannot judge the method on such prompts; empty if it can, as by default.
-
-        Args:
-            prompt: One of the prompts.
-        """
-        return ""
-
     def neutral(self) -> Self:
         """Itself: no search looks for its parameters."""
         return self
-
-
-NO_RANKING = "the data rank no items, and without a ranking any order is as good"
-"""Why the loss cannot judge an order, or a choice, of items."""
 
 
 def ranked_items(prompt: ItemPrompt) -> list[int]:

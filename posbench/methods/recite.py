@@ -44,10 +44,6 @@ class Recite(PromptChange):
         """``Answer:``."""
         return ANSWER_CUE
 
-    def why_loss_is_blind(self, prompt: ItemPrompt) -> str:
-        """The answer follows a quotation that only a generated reply has."""
-        return "its replies quote before they answer, and the loss is that of an answer at once"
-
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
         """The prompt with the instruction behind its question."""
         text = f"{_without_cue(prompt)}\n\n{INSTRUCTION}"

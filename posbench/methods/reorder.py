@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from posbench.errors import UserError
-from posbench.methods.prompt_change import NO_RANKING, PromptChange, ranked_items
+from posbench.methods.prompt_change import PromptChange, ranked_items
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
@@ -61,13 +61,6 @@ class Reorder(PromptChange):
         orders = {**prompt.orders, "relevance": prompt.orders.get("relevance", ranking)}
         reordered = prompt.with_items(self._arrange(prompt, shown, ranking))
         return replace(reordered, orders=orders)
-
-    def why_loss_is_blind(self, prompt: ItemPrompt) -> str:
-        """It needs a ranking, or the order that the data state; a random order is a baseline and no remedy."""
-        if self.order == "shuffled":
-            return "a random order is no remedy"
-        name = KNOWN_ORDERS.get(self.order, "relevance")
-        return "" if name in prompt.orders else NO_RANKING
 
     def _arrange(
         self, prompt: ItemPrompt, shown: Sequence[int], ranking: Sequence[int]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from posbench.methods.prompt_change import NO_RANKING, PromptChange, ranked_items
+from posbench.methods.prompt_change import PromptChange, ranked_items
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
@@ -24,10 +24,6 @@ class TopDocuments(PromptChange):
     def example(cls, lm: LM) -> Self:
         """Three items."""
         return cls(count=3)
-
-    def why_loss_is_blind(self, prompt: ItemPrompt) -> str:
-        """It needs a ranking."""
-        return "" if "relevance" in prompt.orders else NO_RANKING
 
     def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
         """The prompt with its best items."""

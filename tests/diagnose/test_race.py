@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from posbench import paths
-from posbench.diagnose.race import (
-    FIRST_ROUND,
-    RACE_BATCH,
-    RACE_FILE,
-    applicable_methods,
-    race,
-)
+from posbench.diagnose.race import FIRST_ROUND, RACE_BATCH, RACE_FILE, race
 from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method, ScaleChannel, Unmodified
-from posbench.methods.choice import all_choices
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
 from posbench.model.load import load
@@ -104,62 +95,3 @@ def test_a_race_that_was_ended_goes_on_where_it_was(
         assert sum(first) + sum(second) == sum(read) and sum(first) < sum(read)
         lines = (folder / RACE_FILE).read_text().splitlines()
         assert len(lines) == sum(read), "each prompt is read once"
-
-
-def test_changed_prompts_race_beside_methods(
-    lm: LM, task: KVRetrieval, tmp_path: Path
-) -> None:
-    examples = task.examples("calibration")[:8]
-    choices = all_choices([paths.CONF], {})
-    policies = {n: c for n, c in choices.items() if c.changes_prompts_alone}
-    methods, left_out = applicable_methods(lm, policies, examples)
-    assert set(methods) == {
-        "question_first_and_last",
-        "documents_twice",
-        "documents_twice_question_first",
-        "prompt_twice",
-    }
-    assert set(methods) | {remedy.name for remedy in left_out} == set(policies)
-    notes = {remedy.name: remedy.note for remedy in left_out}
-    assert "quote" in notes["recite"] and "random" in notes["shuffled"]
-    assert notes["both_ends"] == notes["top_3"] == notes["cache_stable"]
-
-    def never() -> bool:
-        return False
-
-    twice = {"prompt_twice": methods["prompt_twice"], "minus": METHODS["minus"]}
-    remedies = race(lm, twice, examples, rows_in(tmp_path / "c", []), never)
-    (remedy,) = [remedy for remedy in remedies if remedy.name == "prompt_twice"]
-    gains = []
-    for example in examples:
-        asked = replace(example, prompt=f"{example.prompt}\n\n{example.prompt}")
-        losses = [
-            float(lm.answer_token_loss([encode_with_answer(lm, e)], batch_size=1)[0])
-            for e in (example, asked)
-        ]
-        gains.append(losses[0] - losses[1])
-    assert remedy.gain is not None
-    assert remedy.gain.value == pytest.approx(np.mean(gains), abs=1e-5)
-
-
-def test_stated_orders_race_and_prompts_that_do_not_fit_do_not(
-    lm: LM, task: KVRetrieval
-) -> None:
-    ranked = [
-        replace(e, orders={"relevance": tuple(range(8))[::-1]})
-        for e in task.examples("calibration")[:4]
-    ]
-    choices = all_choices([paths.CONF], {})
-    names = ("best_last", "top_1", "cache_stable", "prompt_twice")
-    policies = {name: choices[name] for name in names}
-    methods, left_out = applicable_methods(lm, policies, ranked)
-    assert set(methods) == {"best_last", "top_1", "prompt_twice"}
-    assert [remedy.name for remedy in left_out] == ["cache_stable"]
-    long = replace(task, calibration_pairs=50).examples("calibration")[:2]
-    methods, left_out = applicable_methods(lm, policies, long)
-    assert "prompt_twice" in methods
-    longer = replace(task, calibration_pairs=64).examples("calibration")[:2]
-    methods, left_out = applicable_methods(lm, policies, longer)
-    assert not methods
-    notes = {remedy.name: remedy.note for remedy in left_out}
-    assert "512" in notes["prompt_twice"]
