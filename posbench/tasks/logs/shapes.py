@@ -13,6 +13,7 @@ from posbench.tasks.logs.spans import gather_spans, is_span
 
 Fields = Mapping[str, Any]
 PASSED_ON = (
+    names.GOLD,
     *names.GOLD_IDS,
     *names.GOLD_INDICES,
     *names.GOLD_TEXTS,
