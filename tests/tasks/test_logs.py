@@ -540,6 +540,11 @@ def test_a_reference_pattern_leaves_only_cited_documents(tmp_path: Path) -> None
     line["retriever"] = {"documents": HAYSTACK}
     log = read_log(write_lines(tmp_path / "b.jsonl", line))
     assert len(log.questions[0].documents) == 3
+    # What a ranker left was read, not all that was retrieved.
+    line["ranker"] = {"documents": HAYSTACK[1:]}
+    line["other"] = {"documents": HAYSTACK[:1]}
+    ranked = read_log(write_lines(tmp_path / "c.jsonl", line)).questions[0]
+    assert [d.id for d in ranked.documents] == ["h1", "h2"]
     assert not any("cited" in note for note in log.notes())
 
 
