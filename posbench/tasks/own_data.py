@@ -46,7 +46,7 @@ Index = Annotated[int, Strict(), Ge(0)]
 Answer = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Answers = Annotated[tuple[Answer, ...], MinLen(1)]
 DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
-TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
+TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval"}
 """A field of a benchmark's own files, and the task that reads them."""
 LOG_SUFFIXES = (".csv", ".tsv")
 """Suffixes of files whose cells are texts: this task's own form has lists."""

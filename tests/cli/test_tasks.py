@@ -221,3 +221,71 @@ def test_unlabelled_questions_become_a_submission(
     assert not (folder / "metrics.csv").exists() and "nothing is scored" in " ".join(
         result.out.split()
     )
+
+
+def test_a_log_without_references_is_asked_and_not_scored(
+    reader: Path, outputs: Path, posbench: Callable[..., Result]
+) -> None:
+    result = posbench(
+        "model=hf",
+        f"model.path={reader}",
+        "task=retrieval_log",
+        f"task.path={DATA / 'logs' / 'langchain_retrieval_chain.jsonl.gz'}",
+        "task.limit=2",
+        "task.max_new_tokens=1",
+        "method=none",
+        "stages=[evaluate,report]",
+    )
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert not (folder / "metrics.csv").exists()
+    printed = " ".join(result.out.split())
+    assert "nothing is scored" in printed and "task.references=FILE" in printed
+    assert len((folder / PREDICTIONS).read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", ["own_data", "retrieval_log"])
+def test_a_share_of_own_questions_is_searched_on_and_checked(
+    name: str,
+    reader: Path,
+    tmp_path: Path,
+    outputs: Path,
+    posbench: Callable[..., Result],
+) -> None:
+    rows = [
+        {
+            "question": f"Where is cup {i}?",
+            "contexts": [f"Cup {j} is in room {j * 7}." for j in range(i, i + 3)],
+            "gold_indices": [i % 3],
+            "answers": [f"room {i * 7}"],
+        }
+        for i in range(24)
+    ]
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = posbench(
+        "model=hf",
+        f"model.path={reader}",
+        f"task={name}",
+        f"task.path={file}",
+        "task.limit=2",
+        "task.max_new_tokens=1",
+        "task.calibration_share=0.6",
+        "runtime.resamples=100",
+        "stages=[search,evaluate,report]",
+        "search.strings=2",
+        "search.length=40",
+        "search.window=8",
+        "search.skip=2",
+        "search.factors=[0.0]",
+        "search.top_k=2",
+        "search.candidates=all",
+        "search.layers=[0,1]",
+    )
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    facts = pd.read_csv(folder / "held_back.csv").iloc[0]
+    per_question = 3 if name == "own_data" else 1
+    assert facts["n"] == 7 * per_question, "half of 14 of 24 questions"
+    printed = " ".join(result.out.split())
+    assert "14 of 24 questions" in printed and "calibration_share=0.6" in printed

@@ -424,6 +424,18 @@ def test_gold_may_be_an_index_where_documents_have_no_numbers(tmp_path: Path) ->
     assert (problem.count, problem.line) == (1, 3)
 
 
+def test_gold_ids_without_ids_of_documents_are_not_taken_for_indices(
+    tmp_path: Path,
+) -> None:
+    row = {"question": "Who?", "contexts": ["she", "he"], "answers": ["she"]}
+    texts = {"reference_context_ids": ["x"], "reference_contexts": ["he"]}
+    rows = [{**row, "gold_doc_id": 1}, {**row, "gold": "x"}, {**row, **texts}]
+    log = read_log(write_lines(tmp_path / "a.jsonl", *rows))
+    assert [q.gold for q in log.questions] == [(0,), (0,), (1,)]
+    assert [q.gold_is_named for q in log.questions] == [False, False, True]
+    assert any("ids" in note and "2 lines" in note for note in log.notes())
+
+
 def test_titles_may_be_empty_and_passages_long_or_repeated() -> None:
     log = read_log(log_file("gold_doc_id"))
     documents = [d for q in log.questions for d in q.documents]
@@ -528,6 +540,11 @@ def test_a_reference_pattern_leaves_only_cited_documents(tmp_path: Path) -> None
     line["retriever"] = {"documents": HAYSTACK}
     log = read_log(write_lines(tmp_path / "b.jsonl", line))
     assert len(log.questions[0].documents) == 3
+    # What a ranker left was read, not all that was retrieved.
+    line["ranker"] = {"documents": HAYSTACK[1:]}
+    line["other"] = {"documents": HAYSTACK[:1]}
+    ranked = read_log(write_lines(tmp_path / "c.jsonl", line)).questions[0]
+    assert [d.id for d in ranked.documents] == ["h1", "h2"]
     assert not any("cited" in note for note in log.notes())
 
 

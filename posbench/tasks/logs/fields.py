@@ -68,8 +68,9 @@ GOLD_IDS = (
     "relevant_document_ids",
     "expected_doc_ids",
     "reference_context_ids",
-    "gold",
 )
+GOLD = "gold"
+"""Indices or ids of the gold documents."""
 GOLD_INDICES = ("gold_index", "gold_indices", "gold_position", "gold_positions")
 GOLD_TEXTS = (
     "reference_contexts",
@@ -90,7 +91,16 @@ PARALLEL_IDS = (
 PARALLEL_SCORES = ("scores", "retrieval_scores", "context_scores")
 """Lists beside the documents, an element for each."""
 
-TEXT = ("text", "content", "page_content", "contents", "body", "passage", "chunk")
+TEXT = (
+    "text",
+    "content",
+    "page_content",
+    "contents",
+    "body",
+    "passage",
+    "chunk",
+    "document",
+)
 DOCUMENT_ID = (
     "id",
     "id_",
@@ -290,7 +300,8 @@ def read_question(
 
     Args:
         number: Number of the line.
-        fields: The fields; the names of gold are those of :data:`GOLD_IDS`, :data:`GOLD_INDICES`, :data:`GOLD_TEXTS`.
+        fields: The fields; the names of gold are :data:`GOLD`, and those of :data:`GOLD_IDS`, :data:`GOLD_INDICES`
+            and :data:`GOLD_TEXTS`.
         is_cell: Whether the values are cells of CSV.
 
     Raises:
@@ -351,10 +362,15 @@ def _named_gold(
         values = _listed(indices)
         return tuple(sorted({_index(value, documents) for value in values}))
     names = first(fields, GOLD_IDS)
-    if names is not None:
-        other = fields.get("other_gold") or []
-        values = [*_listed(names), *_listed(other)]
-        return _with_ids(values, documents)
+    if names is not None and any(document.id for document in documents):
+        return _with_ids(_listed(names), documents)
+    gold = fields.get(GOLD)
+    if gold is not None:
+        values = [*_listed(gold), *_listed(fields.get("other_gold") or [])]
+        if _are_indices(values, documents):
+            return tuple(sorted({_index(value, documents) for value in values}))
+        if any(document.id for document in documents):
+            return _with_ids(values, documents)
     texts = first(fields, GOLD_TEXTS)
     if texts is None:
         return None
@@ -377,22 +393,29 @@ def _index(value: Any, documents: Sequence[LoggedDocument]) -> int:
     return int(number)
 
 
+def _are_indices(values: Sequence[Any], documents: Sequence[LoggedDocument]) -> bool:
+    """Whether gold is named by indices: by whole numbers, where no id is a number."""
+    ids = [document.id for document in documents]
+    if any(name and name.isdecimal() for name in ids):
+        return False
+    are_numbers = all(isinstance(value, int | float) for value in values)
+    # A cell of CSV is text.
+    are_digits = all(isinstance(value, str) and value.isdecimal() for value in values)
+    return are_numbers or (are_digits and not any(ids))
+
+
 def _with_ids(
     values: Sequence[Any], documents: Sequence[LoggedDocument]
 ) -> tuple[int, ...]:
-    """Indices of the gold documents by their ids; whole numbers are indices where the ids are no numbers."""
-    ids = [document.id for document in documents]
-    names = [as_text(value, "gold") for value in values]
-    counts_from_zero = not any(name and name.isdecimal() for name in ids)
-    are_indices = counts_from_zero and all(
-        isinstance(value, int | float) or (ids[0] is None and (name or "").isdecimal())
-        for value, name in zip(values, names, strict=True)
-    )
-    if are_indices:
-        return tuple(sorted({_index(value, documents) for value in values}))
-    if all(name is None for name in ids) and names:
-        raise Skip("gold is named by an id, and the documents have none")
-    return indices_of(name is not None and name in names for name in ids)
+    """Indices of the documents that have some ids."""
+    names = {as_text(value, "gold") for value in values} - {None}
+    return indices_of(document.id in names for document in documents)
+
+
+def has_unusable_gold(fields: Mapping[str, Any], question: LoggedQuestion) -> bool:
+    """Whether an entry names gold documents by ids that its documents do not have."""
+    names = first(fields, (*GOLD_IDS, GOLD))
+    return names is not None and not question.gold_is_named
 
 
 def _marked_gold(value: Any) -> tuple[int, ...] | None:

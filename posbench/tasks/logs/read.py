@@ -25,6 +25,7 @@ from posbench.tasks.logs.fields import (
     comparable,
     first,
     has_distances,
+    has_unusable_gold,
     read_question,
 )
 from posbench.tasks.logs.folder import CONTENT, read_folder
@@ -41,6 +42,9 @@ FOLDER = Shape(
 )
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 REFERENCE_LINE = '{"question": "...", "answers": ["..."]}, or CSV with the columns question and answers'
+UNUSABLE_GOLD = (
+    "gold documents are named by ids that the documents do not have, and not used"
+)
 WHERE_SHAPES_ARE = "docs/own_data.md shows each shape"
 
 
@@ -78,8 +82,10 @@ def read_log(path: Path | str, references: Path | str | None = None) -> Log:
     for number, fields in entries:
         with skips.collecting(number):
             extracted = shape.extract(fields, seen)
-            questions.append(read_question(number, extracted, is_cell=is_cell))
+            question = read_question(number, extracted, is_cell=is_cell)
+            questions.append(question)
             remarks.update(filter(None, [extracted.get("remark")]))
+            remarks.update([UNUSABLE_GOLD] * has_unusable_gold(extracted, question))
             num_distances += has_distances(extracted.get("documents"))
     problems = skips.problems()
     num_read = len(questions) + sum(problem.count for problem in problems)

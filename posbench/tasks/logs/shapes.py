@@ -13,6 +13,7 @@ from posbench.tasks.logs.spans import gather_spans, is_span
 
 Fields = Mapping[str, Any]
 PASSED_ON = (
+    names.GOLD,
     *names.GOLD_IDS,
     *names.GOLD_INDICES,
     *names.GOLD_TEXTS,
@@ -204,15 +205,35 @@ def _extract_generated_answer(entry: Fields, seen: frozenset[str]) -> Fields:
         meta = item.get("meta") if isinstance(item, dict) else None
         indices.append(meta.get("source_index") if isinstance(meta, dict) else None)
     fields = _with_reply({**entry, **answer}, documents, "data")
-    for value in entry.values():
-        retrieved = value.get("documents") if isinstance(value, dict) else None
-        if value is not answer and isinstance(retrieved, list) and retrieved:
-            # The answer builder may keep only the documents that a reply cites.
-            return {**fields, "documents": retrieved}
+    retrieved = _shortest_with(entry, answer)
+    if retrieved:
+        # The answer builder may keep only the documents that a reply cites.
+        return {**fields, "documents": retrieved}
     if any(indices) and indices != list(range(1, len(indices) + 1)):
         remark = "the answer builder kept only cited documents: log those of the retriever (include_outputs_from)"
         return {**fields, "remark": remark}
     return fields
+
+
+def _shortest_with(entry: Fields, answer: Fields) -> list[Any] | None:
+    """The shortest list of a component's documents (a retriever's, a ranker's) that holds those of an answer."""
+    cited = set(_contents(answer["documents"]))
+    lists = [
+        value["documents"]
+        for value in entry.values()
+        if isinstance(value, dict)
+        and value is not answer
+        and cited <= set(_contents(value.get("documents")))
+        and isinstance(value.get("documents"), list)
+    ]
+    return min(lists, key=len, default=None)
+
+
+def _contents(documents: Any) -> list[str]:
+    """Texts of Haystack's documents."""
+    items = documents if isinstance(documents, list) else []
+    contents = [item.get("content") for item in items if isinstance(item, dict)]
+    return [text for text in contents if isinstance(text, str)]
 
 
 def _is_promptfoo(entry: Fields) -> bool:
