@@ -209,7 +209,7 @@ def test_own_data_moves_the_gold_document_of_a_log() -> None:
         def text(example: Any, index: int) -> str:
             shown = example.prompt[slice(*example.items[index])]
             # own_data numbers documents.
-            return re.sub(r"^Document(?: |: | ?\[\d+\] ?)", "", shown)
+            return re.sub(r"^Document(?: \[\d+\])?:? ?", "", shown)
 
         assert text(e, e.gold_position) == text(logged, gold)
         others = [text(e, i) for i in range(8) if i != e.gold_position]
