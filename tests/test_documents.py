@@ -44,6 +44,7 @@ PAGES = [
 PAGES += [*(ROOT / "experiments").rglob("*.md"), *(ROOT / "posbench").rglob("*.md")]
 VERBS = (
     "diagnose",
+    "order",
     "ls",
     "fetch",
     "validate",
@@ -64,6 +65,7 @@ VERBS = (
 
 APART = (
     "diagnose",
+    "order",
     "fetch",
     "figures",
     "lm_eval",

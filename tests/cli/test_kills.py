@@ -200,6 +200,9 @@ JOBS = {
     **_study("latency", *LATENCY, "study.repeats=1", model="", timed=TIMES),
     **_study("layer_selection", *STUDIED, "study.step=2"),
     **_study("masks", model=""),
+    **_study(
+        "order", *FEW, "study.policies=[reversed,documents_twice]", "study.probes=4"
+    ),
     **_study("positional_channels", *STRINGS),
     **_study("precision", *FEW, "study.prompts=2"),
     **_study("rollout", "study.prompts=4", "study.tokens=32", "study.parts=4"),
