@@ -227,7 +227,10 @@ class Course:
             elif diagnosis.verdict == BIAS:
                 note = "a server shows nothing of the inside of its model"
                 diagnosis.source_note = note
-                diagnosis.remedies_note = note
+                diagnosis.remedies_note = (
+                    f"{note}; changes of the prompt go with it: posbench study=order with the same keys, or posbench "
+                    "order LOG on a log of your own, races them"
+                )
         diagnosis.next = self._next_command()
         diagnosis.total = str(self.allowance)
         diagnosis.total_seconds = round(self.allowance.watch.seconds, 1)

@@ -145,6 +145,10 @@ class OrderStudy(Study):
             if name not in known:
                 hint = "posbench ls methods describes them"
                 raise UserError("study.policies", name, ", ".join(known), hint)
+        missing = {*VOTERS[1:]} - {*self.policies}
+        if self.vote and missing:
+            allowed = f"false, or policies with {' and '.join(sorted(missing))}, whose replies vote"
+            raise UserError("study.vote", True, allowed, "set study.vote=false")
         if not any(example.items for example in run.evaluation):
             allowed = "a task whose prompts have items: retrieval_log, own_data, nq_multidoc, kv_retrieval"
             hint = "posbench order LOG model=..."
@@ -502,6 +506,14 @@ def _policy_table(
             "missing": round(_missing(policy_rows), 4),
             "in_race": name in set(remaining),
             "same_as": "",
+        }
+    if VOTE in table:
+        voters = [table[name] for name in VOTERS]
+        costs = [row["cost"] for row in voters if row["cost"] is not None]
+        table[VOTE] |= {
+            "tokens": round(sum(row["tokens"] for row in voters), 1),
+            "cost": sum(costs) if costs else None,
+            "in_race": True,
         }
     for name, first in prepared.same_as.items():
         table[name] = {**table[first], "name": name, "same_as": first}

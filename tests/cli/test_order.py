@@ -151,6 +151,47 @@ def test_causes_tell_apart_what_no_order_can_mend(
             assert causes[f"q{number}"] == expected, number
 
 
+def test_three_orders_vote(posbench: Call, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 40, 7, seed=5)
+    with reading(CURVES["inverted_u"], 5) as server:
+        result = posbench(
+            "order",
+            str(log),
+            f"model={server.url}",
+            "study.policies=[reversed,shuffled]",
+            "study.vote=true",
+            "study.held_back=0",
+            "study.probes=0",
+            "--yes",
+        )
+    assert result.status == 0, result.err
+    facts = facts_of(tmp_path)
+    policies = {row["name"]: row for row in facts["policies"]}
+    (folder,) = (tmp_path / "outputs" / "order").glob("v*/reader*")
+    rows = map(json.loads, (folder / "predictions.jsonl").read_text().splitlines())
+    right: dict[str, list[float]] = {}
+    outputs: dict[str, list[str]] = {}
+    for row in rows:
+        right.setdefault(row["id"], []).append(row["scores"]["accuracy"])
+        outputs.setdefault(row["id"], []).append(row["output"])
+    votes = []
+    for name, texts in outputs.items():
+        if len(texts) == 3:
+            # Two equal replies of three, or the first of three different ones, which is as retrieved.
+            winner = max(texts, key=texts.count)
+            votes.append(right[name][texts.index(winner)])
+    assert policies["vote"]["accuracy"] == pytest.approx(
+        100 * sum(votes) / len(votes), abs=0.01
+    )
+    assert policies["vote"]["tokens"] == pytest.approx(
+        sum(
+            policies[name]["tokens"]
+            for name in ("as_retrieved", "reversed", "shuffled")
+        )
+    )
+
+
 def test_without_references_nothing_is_judged(posbench: Call, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     write_log(log, 20, 5, seed=4)
