@@ -21,6 +21,7 @@ from posbench.model.items import ItemPrompt
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.budget import Deadline
 from posbench.run.folder import PREDICTIONS
 from posbench.run.prompts import rewrite_examples
 from posbench.run.replies import scored_replies
@@ -67,6 +68,8 @@ DEFAULT_POLICIES = (
     "prompt_twice",
     "recite",
 )
+RACE_SHARE = 0.7
+"""Share of a time budget that is spent when the race ends; the rest is for held-back questions and probes."""
 VERDICT_FILE = "order.json"
 
 QUESTION_COLUMNS = [
@@ -225,7 +228,11 @@ class OrderStudy(Study):
         has_references = any(example.answers for example in run.evaluation)
         self._announce(run, len(asked), len(others), has_references)
         elimination = Elimination(race, examples, run.task.metric, has_references)
-        rules = StopRules(elimination, run.deadline, run.spending)
+        deadline = None
+        if run.deadline:
+            seconds = RACE_SHARE * run.deadline.seconds
+            deadline = Deadline(seconds, run.deadline.watch)
+        rules = StopRules(elimination, deadline, run.spending)
         rows = scored_replies(
             run,
             PREDICTIONS,
@@ -248,7 +255,9 @@ class OrderStudy(Study):
         if leader != AS_RETRIEVED and kept_back:
             pair = {n: prepared.methods[n] for n in (AS_RETRIEVED, leader)}
             late = StopRules(run.deadline, run.spending)
-            held = scored_replies(run, PREDICTIONS, pair, encoded, late, kept_back)
+            held = scored_replies(
+                run, PREDICTIONS, pair, encoded, late, kept_back, self.round_questions
+            )
             held_scores = _scores(held, examples, run.task.metric)
             checked = _gain(held_scores[leader], held_scores[AS_RETRIEVED])
             for name in pair:
@@ -333,7 +342,13 @@ class OrderStudy(Study):
             encoded = run.prompts.encode(probes)
             rules = StopRules(run.deadline, run.spending)
             rows |= scored_replies(
-                run, PREDICTIONS, {name: Unmodified()}, encoded, rules, probes
+                run,
+                PREDICTIONS,
+                {name: Unmodified()},
+                encoded,
+                rules,
+                probes,
+                self.round_questions,
             )
         return rows
 

@@ -151,6 +151,26 @@ def test_causes_tell_apart_what_no_order_can_mend(
             assert causes[f"q{number}"] == expected, number
 
 
+def test_a_budget_of_tokens_is_kept(posbench: Call, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 60, 6, seed=6)
+    with reading(CURVES["primacy"], 6) as server:
+        result = posbench(
+            "order",
+            str(log),
+            f"model={server.url}",
+            "model.concurrency=1",
+            "study.policies=[reversed]",
+            "budget=5ktok",
+        )
+        totals = dict(server.totals)
+    assert result.status == 0, result.err
+    # One request may begin before the limit is known to be reached.
+    assert 2500 < totals["read"] + totals["written"] <= 5200
+    facts = facts_of(tmp_path)
+    assert 0 < facts["policies"][0]["n"] < 60
+
+
 def test_three_orders_vote(posbench: Call, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     write_log(log, 40, 7, seed=5)
