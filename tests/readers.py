@@ -108,7 +108,7 @@ def reading(curve: Curve, seed: int = 0) -> Iterator[ThreadingHTTPServer]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             prompt = body.get("prompt") or body["messages"][-1]["content"]
             reply = reply_of(prompt, curve, seed)
-            if "What is the code of" in prompt:
+            if "What is the code of" in prompt and not prompt.startswith("Check "):
                 prompts.append(prompt)
             usage = {
                 "prompt_tokens": len(prompt.split()) + 8,

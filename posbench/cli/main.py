@@ -63,10 +63,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
       a model spread over all GPUs of this machine
 
 Verbs (posbench VERB --help says more):
-  diagnose      whether a model has a position bias, of what shape, where from,
-                what helps, and what it costs: one command, one page
-  order         which order of retrieved documents, how many, said twice? Measured
-                on a log of your own, with code for the winner
+  diagnose      whether a model has a position bias, where from, what helps: one page
+  order         which order of retrieved documents, how many? On a log of your own
   figures       run many experiments side by side; those without downloaded
                 weights take 17 minutes on two cores
   ls            list what can be chosen: models, tasks, methods, ...
@@ -343,19 +341,26 @@ def _run_with_budget(name: str, args: list[str]) -> int:
     from posbench.run.budget import Stopwatch
 
     watch = Stopwatch()
-    with _signs_of_life():
+    with _signs_of_life(is_error="--json" in args):
         verb: Callable[..., int] = find_verb(name)
         return verb(args, watch)
 
 
 @contextmanager
-def _signs_of_life() -> Iterator[None]:
-    """Print regularly what is being done while the block runs, where nothing else is printed."""
+def _signs_of_life(is_error: bool = False) -> Iterator[None]:
+    """Print regularly what is being done while the block runs, where nothing else is printed.
+
+    Args:
+        is_error: Whether to print to stderr, as stdout is for a program.
+    """
     from posbench.report.console import make_console
     from posbench.run.heartbeat import beating, doing
 
     def say(text: str) -> None:
-        make_console().print(text, soft_wrap=True, highlight=False)
+        if is_error:
+            print(text, file=sys.stderr)
+        else:
+            make_console().print(text, soft_wrap=True, highlight=False)
 
     with beating(say), doing("loading libraries"):
         yield

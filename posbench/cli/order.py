@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,10 +15,13 @@ from rich.console import Console
 
 from posbench.cli.options import URL, option
 from posbench.errors import UserError
-from posbench.files.atomic import short_hash, write_csv, write_json
+from posbench.files.atomic import short_hash, write_json
 from posbench.files.secrets import without_typed_secrets
+from posbench.methods.recite import ANSWER_CUE, INSTRUCTION
 from posbench.pipeline.arguments import folder_name, read_flags
+from posbench.pipeline.budget import check_budget
 from posbench.pipeline.compose import compose
+from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import prepare
 from posbench.plots.section import Section
@@ -31,8 +35,6 @@ from posbench.studies.order import AS_RETRIEVED, VERDICT_FILE, OrderStudy
 
 RECIPES: Mapping[str, str] = {
     "reversed": "documents = documents[::-1]",
-    "best_first": "documents = sorted(documents, key=score_of, reverse=True)",
-    "best_last": "documents = sorted(documents, key=score_of)",
     "both_ends": (
         "# LangChain\n"
         "from langchain_community.document_transformers import LongContextReorder\n"
@@ -56,12 +58,14 @@ RECIPES: Mapping[str, str] = {
     ),
     "prompt_twice": 'prompt = f"{prompt}\\n\\n{prompt}"',
     "recite": (
-        'prompt += "\\n\\nFirst quote, word for word, the passage above that holds the answer. "\n'
-        "prompt += 'Then write the answer itself after \"Answer:\".'\n"
-        'answer = reply.rpartition("Answer:")[2].strip()'
+        f"recite = {INSTRUCTION!r}\n"
+        'prompt = prompt.removesuffix("Answer:").rstrip() + "\\n\\n" + recite\n'
+        f'answer = reply.rpartition("{ANSWER_CUE}")[2].strip()'
     ),
 }
 """By policy, what to change in the code that builds the prompt."""
+RANKED = ("top_", "both_ends")
+"""Beginnings of the names of policies that take the documents for ranked, the best first."""
 
 
 def order(args: list[str], watch: Stopwatch | None = None) -> int:
@@ -101,6 +105,9 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
         hint = "posbench ls models; or model=http://HOST:8000/v1"
         raise UserError("model", None, "the model that answers", hint)
     budget = Budget.parse(typed_budget) if typed_budget else None
+    if budget and budget.prompts:
+        allowed = "a time; at a server also tokens or money"
+        raise UserError("budget", budget.text, allowed, "set budget=10min")
     console = make_console()
     if as_json:
         console = Console(file=sys.stderr)
@@ -113,7 +120,7 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
     command += [f"budget={budget.text}"] if budget else []
     folder = _run(overrides, budget, shlex.join(command), console, watch)
     target = _target_folder(folder, log, [*typed, references or "", typed_budget or ""])
-    facts = _write(folder, target, shlex.join(command))
+    facts = _write(folder, target, Path(log).name, shlex.join(command))
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
@@ -147,9 +154,26 @@ def _run(
     for line in prepared.warnings:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     config = replace(prepared.config, budget=budget)
+    if budget:
+        _need_limit(config, budget)
     return execute(
         config, command=command, console=console, watch=watch, shows_result=False
     )
+
+
+def _need_limit(config: Config, budget: Budget) -> None:
+    """Refuse a budget that would not limit the comparison.
+
+    Raises:
+        UserError: Its unit is not counted here.
+    """
+    if config.model.in_process and not budget.seconds:
+        raise UserError("budget", budget.text, "a time", "set budget=10min")
+    try:
+        check_budget(config)
+    except UserError as error:
+        hint = error.hint.replace("budget=500prompts", "budget=10min")
+        raise UserError(error.field, error.value, error.allowed, hint) from error
 
 
 def _target_folder(folder: Path, log: str, typed: Sequence[str]) -> Path:
@@ -158,29 +182,28 @@ def _target_folder(folder: Path, log: str, typed: Sequence[str]) -> Path:
         (
             folder_name(Path(log).stem) or "log",
             folder.name.split("__")[0],
-            short_hash(sorted(typed)),
+            short_hash([folder.name, *sorted(typed)]),
         )
     )
     # outputs/order/vNNN/run: the results lie beside the versions.
     return folder.parent.parent / name
 
 
-def _write(folder: Path, target: Path, command: str) -> dict[str, Any]:
+def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]:
     """Write order.json, the tables and the page of a finished run; return the content of order.json."""
     target.mkdir(parents=True, exist_ok=True)
     tables = study_tables(folder, ["policies", "questions", "ranks"])
     facts = dict(read_json(folder / VERDICT_FILE))
     facts |= {"command": command, "run": str(folder)}
-    write_json(target / VERDICT_FILE, facts)
     for name in ("policies", "questions"):
-        write_csv(target / f"{name}.csv", tables[name])
+        shutil.copyfile(folder / f"{name}.csv", target / f"{name}.csv")
     drawn = OrderStudy().figures(tables)
     sections = [
         Section(
             "Policies",
-            "Paired against the prompts as they were retrieved, on the same questions. The intervals of the "
-            "differences hold for all policies together and whenever the questions ended; policies that were surely "
-            "worse dropped out.",
+            "Differences are paired against the prompts as they were retrieved, on the questions that both answered. "
+            "Their intervals hold for all policies together and whenever the questions ended; policies that were "
+            "surely worse dropped out.",
             [
                 "policy",
                 "accuracy (%)",
@@ -199,7 +222,7 @@ def _write(folder: Path, target: Path, command: str) -> dict[str, Any]:
     ]
     write_page(
         target,
-        f"{Path(command.split()[2]).name}: order of the documents",
+        f"{log}: order of the documents",
         _headline(facts),
         [
             section
@@ -209,13 +232,14 @@ def _write(folder: Path, target: Path, command: str) -> dict[str, Any]:
         [folder.name.split("__")[0]],
         provenance={"command": command},
     )
+    write_json(target / VERDICT_FILE, facts)
     return facts
 
 
 def _best_first(policies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Policies by accuracy, the highest first; those with the prompts of another one come last."""
+    """Policies by their paired difference, the largest first; those with the prompts of another one come last."""
     return sorted(
-        policies, key=lambda row: (bool(row["same_as"]), -(row["accuracy"] or 0.0))
+        policies, key=lambda row: (bool(row["same_as"]), -(row["difference"] or 0.0))
     )
 
 
@@ -297,16 +321,28 @@ def _headline(facts: Mapping[str, Any]) -> str:
 
 
 def _recipe(facts: Mapping[str, Any]) -> str:
-    """Code that applies the recommended policy; empty without one."""
-    return RECIPES.get(facts["policy"], "") if facts["verdict"] == USE else ""
+    """Code that applies the policy to use; empty without one."""
+    policy = facts["policy"]
+    if facts["verdict"] != USE:
+        return ""
+    recipe = RECIPES.get(policy, "")
+    falls = "" if facts["are_distances"] else ", reverse=True"
+    by_score = f"documents = sorted(documents, key=score_of{falls})"
+    if policy == "best_first":
+        return by_score
+    if policy == "best_last":
+        return f"{by_score}[::-1]"
+    if facts["is_resorted"] and policy.startswith(RANKED):
+        return f"{by_score}  # the log is in another order\n{recipe}"
+    return recipe
 
 
 def _next(facts: Mapping[str, Any]) -> str:
     """What to do next, in words."""
     needed = facts["needed_questions"]
-    if needed:
-        return f"Ask about {needed:,} questions, and repeat:"
-    return "The same command resumes, and repeats nothing that is there:"
+    if needed and needed > facts["questions"]:
+        return f"Log about {needed:,} questions, and repeat:"
+    return "The same command resumes, and repeats nothing that is there; a larger budget goes on:"
 
 
 def _lines(facts: Mapping[str, Any]) -> list[str]:

@@ -150,6 +150,11 @@ class Spending(StopRule):
         limit = self._limit
         return limit is not None and self._spent >= limit
 
+    @property
+    def share_spent(self) -> float:
+        """Share of the budget that is spent; 0 without a limit."""
+        return self._spent / self._limit if self._limit else 0.0
+
     def has_room(self, requests: int) -> bool:
         """Return whether more requests fit in besides those under way, at the average of the earlier ones."""
         each = self._expected

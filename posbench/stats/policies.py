@@ -137,7 +137,13 @@ class PolicyRace:
         asked = [name for name in names if scores.get(name)]
         if not asked or len(scores[self.base]) < FIRST_QUESTIONS:
             return list(names)
-        best = max(asked, key=lambda name: (_mean(scores[name]), name == self.base))
+        base = scores[self.base]
+
+        def gain(name: str) -> float:
+            pairs = _differences(scores[name], base)
+            return float(pairs.mean()) if len(pairs) else -1.0
+
+        best = max(asked, key=lambda name: (gain(name), name == self.base))
         kept = []
         for name in names:
             pairs = _differences(scores.get(name, {}), scores[best])
@@ -160,7 +166,11 @@ class PolicyRace:
         if len(scores.get(self.base, {})) < FIRST_QUESTIONS:
             return False
         standings = self.standings(scores)
-        rest = [standings[name].difference for name in names if name != self.base]
+        rest = [
+            standings[name].difference
+            for name in names
+            if name != self.base and name in standings
+        ]
         if not rest or all(d.ci_high < self.margin for d in rest):
             return True
         return len(rest) == 1 and rest[0].ci_low > 0
@@ -202,13 +212,15 @@ class PolicyRace:
         scores: Mapping[str, Scores],
         leader: str,
         held_back: Estimate | None = None,
+        names: Collection[str] | None = None,
     ) -> PolicyVerdict:
         """Return what to do.
 
         Args:
             scores: Scores by policy, held-back questions among them.
             leader: The best policy by the questions of the race alone.
-            held_back: The leader's gain on held-back questions; None where none was asked.
+            held_back: The leader's gain on held-back questions; None where none is held back.
+            names: The policies that may be recommended; None: all.
         """
         standings = self.standings(scores)
         if not standings:
@@ -217,21 +229,25 @@ class PolicyRace:
         if best_high < FLOOR:
             reason = f"under no policy more than {_percent(best_high)} % right"
             return PolicyVerdict(CANNOT_DO, self.base, reason)
+        candidates = self.policies if names is None else names
         differences = {
             name: standing.difference
             for name, standing in standings.items()
-            if name != self.base
+            if name != self.base and name in {*candidates, leader}
         }
         if not differences:
-            return PolicyVerdict(CANNOT_TELL, self.base, "no other policy has a score")
+            reason = f"every other policy is surely worse than {self.base}"
+            return PolicyVerdict(LEAVE, self.base, reason)
         gain = differences.get(leader)
-        if gain and gain.ci_low > 0 and (held_back is None or held_back.value > 0):
+        if gain and gain.ci_low > 0:
             text = f"{_points(gain)} points more than {self.base}, n = {gain.n}"
-            if held_back is not None:
-                text += (
-                    f"; on held-back questions {_points(held_back)}, n = {held_back.n}"
-                )
-            return PolicyVerdict(USE, leader, text)
+            if held_back is None:
+                return PolicyVerdict(USE, leader, text)
+            checked = f"on held-back questions {_points(held_back)}, n = {held_back.n}"
+            if held_back.value > 0:
+                return PolicyVerdict(USE, leader, f"{text}; {checked}")
+            reason = f"{leader} has {text}, but {checked}"
+            return PolicyVerdict(CANNOT_TELL, self.base, reason)
         largest = max(d.ci_high for d in differences.values())
         if largest < self.margin:
             reason = f"no policy is worth more than {_percent(largest)} points over {self.base}"
@@ -245,8 +261,6 @@ class PolicyRace:
                 f"{reason}; the best is {leader}, {_points(gain)} points, n = {gain.n}"
             )
             needed = self.questions_needed(scores, leader)
-        if gain and gain.ci_low > 0:
-            reason += ", but no gain on held-back questions"
         return PolicyVerdict(CANNOT_TELL, self.base, reason, needed)
 
     def questions_needed(self, scores: Mapping[str, Scores], leader: str) -> int | None:
@@ -298,10 +312,6 @@ def detectable_difference(questions: int, num_policies: int) -> float:
         return bool(np.mean(capital >= np.log(1 / alpha)) >= POWER)
 
     return bisect_left(range(100), True, lo=1, key=is_detected) / 100
-
-
-def _mean(scores: Scores) -> float:
-    return float(np.mean(list(scores.values())))
 
 
 def _differences(scores: Scores, base: Scores) -> Array:

@@ -21,16 +21,18 @@ from posbench.model.items import ItemPrompt
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.budget import Deadline
+from posbench.run.budget import Deadline, Spending
 from posbench.run.folder import PREDICTIONS
 from posbench.run.prompts import rewrite_examples
 from posbench.run.replies import scored_replies
 from posbench.run.stop import ReadRows, StopRule, StopRules
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
-from posbench.stats.outcomes import is_scorable
+from posbench.stats.outcomes import describe_kinds, is_scorable
 from posbench.stats.policies import (
     CANNOT_TELL,
+    MAX_MISSING,
+    USE,
     PolicyRace,
     PolicyVerdict,
     Scores,
@@ -50,6 +52,8 @@ GOLD_ALONE = "gold_alone"
 VOTE = "vote"
 VOTERS = (AS_RETRIEVED, "reversed", "shuffled")
 """Policies whose replies vote; where all three differ, the first one's counts."""
+NO_ORDERS = ("top_", "question", "documents", "prompt", "recite")
+"""Beginnings of the names of policies that change something else than the order."""
 DEFAULT_POLICIES = (
     "reversed",
     "best_first",
@@ -69,7 +73,7 @@ DEFAULT_POLICIES = (
     "recite",
 )
 RACE_SHARE = 0.7
-"""Share of a time budget that is spent when the race ends; the rest is for held-back questions and probes."""
+"""Share of a budget that is spent when the race ends; the rest is for held-back questions and probes."""
 VERDICT_FILE = "order.json"
 
 QUESTION_COLUMNS = [
@@ -96,6 +100,7 @@ Cause = Literal[
     "right with a repetition",
     "answered from a wrong document",
     "wrong in every way",
+    "not looked into",
 ]
 """What became of a question as retrieved; the first that applies."""
 
@@ -112,6 +117,11 @@ class Prepared(NamedTuple):
     methods: dict[str, Method]
     same_as: dict[str, str]
     left_out: dict[str, str]
+
+    @property
+    def voters(self) -> list[str]:
+        """The policies whose replies vote, by the names under which they are asked."""
+        return [self.same_as.get(name, name) for name in VOTERS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +204,7 @@ class OrderStudy(Study):
 
         Held-back questions are asked under the longest policy, which may not win.
         """
-        asked, kept_back = self._split(task.evaluation())
+        asked, kept_back = self._split(_judged(task.evaluation()))
         methods = self.prepared(encoder, task, choices).methods
         examples = list[Example]()
         longest: list[Example] = []
@@ -219,20 +229,23 @@ class OrderStudy(Study):
         prepared = self.prepared(run.encoder, run.task, run.all_methods)
         for name, reason in prepared.left_out.items():
             run.console.print(f"order: {name} left out: {reason}", markup=False)
-        asked, kept_back = self._split(run.evaluation)
+        has_references = any(example.answers for example in run.evaluation)
+        asked, kept_back = self._split(_judged(run.evaluation))
         # In the random order of the race, on which its intervals rest.
         examples = {example.id: example for example in (*asked, *kept_back)}
         encoded = run.prompts.encode(run.evaluation)
         others = tuple(prepared.methods)[1:]
         race = PolicyRace(AS_RETRIEVED, others + (VOTE,) * self.vote)
-        has_references = any(example.answers for example in run.evaluation)
-        self._announce(run, len(asked), len(others), has_references)
-        elimination = Elimination(race, examples, run.task.metric, has_references)
+        self._announce(run, asked, len(others), has_references)
+        elimination = Elimination(
+            race, examples, run.task.metric, has_references, run.spending
+        )
         deadline = None
         if run.deadline:
             seconds = RACE_SHARE * run.deadline.seconds
             deadline = Deadline(seconds, run.deadline.watch)
         rules = StopRules(elimination, deadline, run.spending)
+        all_rules = [rules]
         rows = scored_replies(
             run,
             PREDICTIONS,
@@ -244,7 +257,7 @@ class OrderStudy(Study):
         )
         scores = _scores(rows, examples, run.task.metric)
         if self.vote:
-            scores[VOTE] = _votes(run, rows, examples)
+            scores[VOTE] = _votes(run, rows, examples, prepared.voters)
         tokens = {name: _tokens(policy_rows) for name, policy_rows in rows.items()}
         missing = {name: _missing(policy_rows) for name, policy_rows in rows.items()}
         remaining = race.remaining(scores, list(prepared.methods))
@@ -254,9 +267,15 @@ class OrderStudy(Study):
         checked = None
         if leader != AS_RETRIEVED and kept_back:
             pair = {n: prepared.methods[n] for n in (AS_RETRIEVED, leader)}
-            late = StopRules(run.deadline, run.spending)
+            all_rules.append(_late_rules(run))
             held = scored_replies(
-                run, PREDICTIONS, pair, encoded, late, kept_back, self.round_questions
+                run,
+                PREDICTIONS,
+                pair,
+                encoded,
+                all_rules[-1],
+                kept_back,
+                self.round_questions,
             )
             held_scores = _scores(held, examples, run.task.metric)
             checked = _gain(held_scores[leader], held_scores[AS_RETRIEVED])
@@ -267,10 +286,33 @@ class OrderStudy(Study):
             CANNOT_TELL, AS_RETRIEVED, "the log holds no reference answers"
         )
         if has_references:
-            verdict = race.verdict(scores, leader, checked)
-        probe_rows = self._ask_probes(run, asked) if has_references else {}
-        causes = _causes(run, examples, rows, scores, probe_rows)
+            sound = [n for n in remaining if missing.get(n, 0.0) <= MAX_MISSING]
+            verdict = race.verdict(scores, leader, checked, sound)
+            share = _missing(rows[AS_RETRIEVED])
+            if share > MAX_MISSING:
+                reason = (
+                    f"{100 * share:.0f} % of the replies as retrieved are no answers: "
+                    f"{describe_kinds(rows[AS_RETRIEVED])}"
+                )
+                verdict = PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, reason)
+            elif verdict.name == USE and kept_back and checked is None:
+                reason = f"{leader} has {verdict.reason}, but no two held-back questions were answered"
+                verdict = PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, reason)
+        probe_rows: dict[str, list[Row]] = {}
+        if has_references:
+            answered = {row["id"] for row in rows[AS_RETRIEVED]}
+            probed = [example for example in asked if example.id in answered]
+            all_rules.append(_late_rules(run))
+            probe_rows = self._ask_probes(run, probed, all_rules[-1])
+        if any(part.ending not in (None, elimination) for part in all_rules):
+            # A larger budget goes on from here.
+            counts = (len(rows[AS_RETRIEVED]), len(asked) + len(kept_back))
+            run.out.mark("study", stopped=counts)
+        else:
+            run.out.mark("study", stopped=None)
+        causes = _causes(run, examples, rows, probe_rows)
         table = _policy_table(race, scores, rows, prepared, remaining)
+        log = getattr(run.task, "log", None)
         facts = {
             "verdict": verdict.name,
             "policy": verdict.policy,
@@ -278,31 +320,43 @@ class OrderStudy(Study):
             "needed_questions": verdict.needed,
             "leader": leader,
             "held_back": _in_points(checked) if checked else None,
-            "questions": len(run.evaluation),
+            "questions": len({e.question_id for e in examples.values()}),
             "causes": dict(Counter(row["cause"] for row in causes)),
             "left_out": prepared.left_out,
-            "probes": _probe_facts(probe_rows, run.task.metric),
+            "probes": _probe_facts(probe_rows, examples, run.task.metric),
+            "is_resorted": any("relevance" in e.orders for e in examples.values()),
+            "are_distances": bool(getattr(log, "are_distances", False)),
             "policies": table,
         }
         run.out.write_json(VERDICT_FILE, facts)
         return {
             "policies": pd.DataFrame(table),
             "questions": pd.DataFrame(causes, columns=QUESTION_COLUMNS),
-            "ranks": _rank_table(examples, scores, (AS_RETRIEVED, leader)),
+            "ranks": _rank_table(
+                examples, rows, run.task.metric, (AS_RETRIEVED, leader)
+            ),
         }
 
     def _announce(
-        self, run: Run, questions: int, policies: int, has_references: bool
+        self,
+        run: Run,
+        asked: Sequence[Example],
+        num_policies: int,
+        has_references: bool,
     ) -> None:
         """Print, before anything is asked, what the comparison can show."""
+        questions = len({example.question_id for example in asked})
+        left_out = len(run.evaluation) - len(_judged(run.evaluation))
         if not has_references:
             message = "order: no reference answers: it is measured how many replies change, and no policy is judged"
         else:
-            least = detectable_difference(questions, policies)
+            least = detectable_difference(questions, num_policies)
             message = (
-                f"order: {questions} questions, {policies} policies against {AS_RETRIEVED}; a gain of about "
+                f"order: {questions} questions, {num_policies} policies against {AS_RETRIEVED}; a gain of about "
                 f"{100 * least:.0f} points would be detected (where one answer in ten changes)"
             )
+        if left_out:
+            message += f"; {left_out} prompts without a reference are not asked"
         run.console.print(message, soft_wrap=True, markup=False, highlight=False)
 
     def _split(
@@ -322,7 +376,9 @@ class OrderStudy(Study):
 
     def _probes(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
         """The first questions without their documents, and with the gold ones alone, by the name of the probe."""
-        first = examples[: self.probes]
+        questions = list(dict.fromkeys(example.question_id for example in examples))
+        chosen = {*questions[: self.probes]}
+        first = [example for example in examples if example.question_id in chosen]
         probes = {
             CLOSED_BOOK: [_with_documents(example, ()) for example in first],
             GOLD_ALONE: [
@@ -334,13 +390,12 @@ class OrderStudy(Study):
         return {name: examples for name, examples in probes.items() if examples}
 
     def _ask_probes(
-        self, run: Run, examples: Sequence[Example]
+        self, run: Run, examples: Sequence[Example], rules: StopRules
     ) -> dict[str, list[Row]]:
         """Rows of the probes by name."""
         rows: dict[str, list[Row]] = {}
         for name, probes in self._probes(examples).items():
             encoded = run.prompts.encode(probes)
-            rules = StopRules(run.deadline, run.spending)
             rows |= scored_replies(
                 run,
                 PREDICTIONS,
@@ -379,6 +434,7 @@ class Elimination(StopRule):
         examples: The examples by id.
         metric: The score that counts.
         judges: Whether the replies have scores; else nothing drops out.
+        spending: Tokens or money spent, of which the race leaves a share; None: no limit.
     """
 
     drops_methods = True
@@ -389,7 +445,9 @@ class Elimination(StopRule):
         examples: Mapping[str, Example],
         metric: str,
         judges: bool,
+        spending: Spending | None,
     ) -> None:
+        self._spending = spending
         self._race = race
         self._examples = examples
         self._metric = metric
@@ -408,6 +466,8 @@ class Elimination(StopRule):
             return False
         names = [n for n in (self._race.base, *self._race.policies) if n in scores]
         self._remaining = set(self._race.remaining(scores, names))
+        if self._spending and self._spending.share_spent > RACE_SHARE:
+            return True
         return self._race.is_decided(scores, self._remaining)
 
     def leaves_out(self, method: str) -> bool:
@@ -431,34 +491,40 @@ def _scores(
     return scores
 
 
+def _late_rules(run: Run) -> StopRules:
+    """The rules of a part after the race; where one ends it, the rows of the race stay."""
+    rules = StopRules(run.deadline, run.spending)
+    rules.drops_methods = True
+    return rules
+
+
+def _judged(examples: Sequence[Example]) -> list[Example]:
+    """The examples with a reference; all where none has one."""
+    return [example for example in examples if example.answers] or list(examples)
+
+
 def _votes(
-    run: Run, rows: Mapping[str, Sequence[Row]], examples: Mapping[str, Example]
+    run: Run,
+    rows: Mapping[str, Sequence[Row]],
+    examples: Mapping[str, Example],
+    voters: Sequence[str],
 ) -> dict[str, float]:
-    """Score of the reply that two of three orders give, by question; where all differ, that of the first."""
-    replies = {
-        name: {
-            row["id"]: str(row["output"])
-            for row in rows.get(name, ())
-            if row.get("scores")
-        }
-        for name in VOTERS
-    }
-    scores = {}
-    for example_id in replies[VOTERS[0]]:
-        if all(example_id in replies[name] for name in VOTERS):
-            texts = [replies[name][example_id] for name in VOTERS]
-            counts = Counter(
-                " ".join(text.casefold().split()).strip(" .") for text in texts
-            )
-            (winner, _), *_ = counts.most_common()
-            text = next(
-                t for t in texts if " ".join(t.casefold().split()).strip(" .") == winner
-            )
+    """Mean score by question of the replies that two of three orders give; where all differ, of the first one's."""
+    replies = [
+        {row["id"]: str(row["output"]) for row in rows[name] if row.get("scores")}
+        for name in voters
+    ]
+    values = defaultdict[str, list[float]](list)
+    for example_id in replies[0]:
+        if all(example_id in of_voter for of_voter in replies):
+            texts = [of_voter[example_id] for of_voter in replies]
+            plain = [" ".join(text.casefold().split()).strip(" .") for text in texts]
+            # max() takes the first of equals.
+            text = texts[plain.index(max(plain, key=plain.count))]
             example = examples[example_id]
-            scores[example.question_id] = run.task.checked_score(example, text)[
-                run.task.metric
-            ]
-    return scores
+            score = run.task.checked_score(example, text)[run.task.metric]
+            values[example.question_id].append(score)
+    return {question: float(np.mean(scores)) for question, scores in values.items()}
 
 
 def _gain(scores: Scores, base: Scores) -> bootstrap.Estimate | None:
@@ -523,7 +589,7 @@ def _policy_table(
             "same_as": "",
         }
     if VOTE in table:
-        voters = [table[name] for name in VOTERS]
+        voters = [table[name] for name in prepared.voters]
         costs = [row["cost"] for row in voters if row["cost"] is not None]
         table[VOTE] |= {
             "tokens": round(sum(row["tokens"] for row in voters), 1),
@@ -599,14 +665,17 @@ def _with_documents(example: Example, kept: Sequence[int]) -> Example:
     )
 
 
-def _probe_facts(rows: Mapping[str, Sequence[Row]], metric: str) -> dict[str, Row]:
+def _probe_facts(
+    rows: Mapping[str, Sequence[Row]], examples: Mapping[str, Example], metric: str
+) -> dict[str, Row]:
     """Accuracy of each probe with its interval, in points."""
     facts = {}
     for name, probe_rows in rows.items():
-        values = [row["scores"][metric] for row in probe_rows if row.get("scores")]
-        if values:
-            estimate = bootstrap.mean(values, [str(i) for i in range(len(values))])
-            facts[name] = _in_points(estimate)
+        answered = [row for row in probe_rows if row.get("scores")]
+        if answered:
+            values = [row["scores"][metric] for row in answered]
+            questions = [examples[row["id"]].question_id for row in answered]
+            facts[name] = _in_points(bootstrap.mean(values, questions))
     return facts
 
 
@@ -614,62 +683,84 @@ def _causes(
     run: Run,
     examples: Mapping[str, Example],
     rows: Mapping[str, Sequence[Row]],
-    scores: Mapping[str, Scores],
     probe_rows: Mapping[str, Sequence[Row]],
 ) -> list[Row]:
-    """A row for each question that was asked as retrieved: its gold rank, its score, the cause of a wrong answer."""
+    """A row for each prompt that was asked as retrieved: its gold rank, its score, the cause of a wrong answer."""
     metric = run.task.metric
     probes = {
         name: {row["id"]: row["scores"][metric] for row in found if row.get("scores")}
         for name, found in probe_rows.items()
     }
+    right_under = defaultdict[str, list[str]](list)
+    for name, policy_rows in rows.items():
+        for row in policy_rows:
+            if name != AS_RETRIEVED and row.get("scores", {}).get(metric, 0.0) >= 1:
+                right_under[row["id"]].append(name)
     table = []
     for row in rows[AS_RETRIEVED]:
         example = examples[row["id"]]
-        question = example.question_id
         if not row.get("scores"):
             continue
         gold = _gold(example)
-        right_under = [
-            name
-            for name, values in scores.items()
-            if name != AS_RETRIEVED and values.get(question, 0.0) >= 1
-        ]
-        wrong_document = _document_of_reply(example, str(row["output"]), gold or ())
+        is_right = row["scores"][metric] >= 1
+        wrong_document = None
+        if not is_right:
+            wrong_document = _document_of_reply(example, str(row["output"]), gold or ())
         alone = probes.get(GOLD_ALONE, {}).get(example.id)
-        cause: Cause = "wrong in every way"
-        if row["scores"][metric] >= 1:
-            cause = "right"
-        elif gold is not None and not gold:
-            cause = "gold not retrieved"
-        elif alone is not None and alone < 1:
-            cause = "not even from the gold document alone"
-        elif any(
-            not name.startswith(("top_", "documents", "prompt", "question", "recite"))
-            for name in right_under
-        ):
-            cause = "right in another order"
-        elif any(name.startswith("top_") for name in right_under):
-            cause = "right with fewer documents"
-        elif right_under:
-            cause = "right with a repetition"
-        elif wrong_document is not None:
-            cause = "answered from a wrong document"
         closed = probes.get(CLOSED_BOOK, {}).get(example.id)
+        cause: Cause = "right"
+        if not is_right:
+            is_probed = closed is not None or alone is not None
+            cause = _cause(
+                gold, alone, is_probed, right_under[example.id], wrong_document
+            )
         table.append(
             {
                 "id": example.id,
                 "documents": len(example.items),
-                "gold_rank": min(gold) if gold else None,
+                "gold_rank": min(gold) + 1 if gold else None,
                 "score": row["scores"][metric],
                 "cause": cause,
-                "wrong_document": wrong_document if cause != "right" else None,
+                "wrong_document": None
+                if wrong_document is None
+                else wrong_document + 1,
                 "closed_book": closed,
                 "gold_alone": alone,
-                "right_under": " ".join(right_under),
+                "right_under": " ".join(right_under[example.id]),
             }
         )
     return table
+
+
+def _cause(
+    gold: Sequence[int] | None,
+    alone: float | None,
+    is_probed: bool,
+    right_under: Sequence[str],
+    wrong_document: int | None,
+) -> Cause:
+    """The first cause that applies to a wrong answer.
+
+    Args:
+        gold: Indices of the gold documents; None: not known.
+        alone: Score with the gold documents alone; None: not asked.
+        is_probed: Whether the question was asked in the probes.
+        right_under: Other policies under which it is right.
+        wrong_document: The one wrong document that holds the reply, if there is one.
+    """
+    if gold is not None and not gold:
+        return "gold not retrieved"
+    if alone is not None and alone < 1:
+        return "not even from the gold document alone"
+    if any(not name.startswith(NO_ORDERS) for name in right_under):
+        return "right in another order"
+    if any(name.startswith("top_") for name in right_under):
+        return "right with fewer documents"
+    if right_under:
+        return "right with a repetition"
+    if wrong_document is not None:
+        return "answered from a wrong document"
+    return "wrong in every way" if is_probed else "not looked into"
 
 
 def _document_of_reply(example: Example, reply: str, gold: Sequence[int]) -> int | None:
@@ -688,34 +779,33 @@ def _document_of_reply(example: Example, reply: str, gold: Sequence[int]) -> int
 
 def _rank_table(
     examples: Mapping[str, Example],
-    scores: Mapping[str, Scores],
+    rows: Mapping[str, Sequence[Row]],
+    metric: str,
     names: Iterable[str],
 ) -> pd.DataFrame:
-    """Accuracy by the rank of the first gold document, under some policies."""
-    rank_of = {}
-    for example in examples.values():
-        gold = _gold(example)
-        if gold:
-            rank_of[example.question_id] = min(gold)
-    rows = []
+    """Accuracy by the rank of the first gold document, from 1, under some policies."""
+    table = []
     for name in dict.fromkeys(names):
-        by_rank = defaultdict[int, list[float]](list)
-        for question, score in scores.get(name, {}).items():
-            if question in rank_of:
-                by_rank[rank_of[question]].append(score)
-        for rank, values in sorted(by_rank.items()):
-            estimate = bootstrap.mean(values, [str(i) for i in range(len(values))])
-            rows.append(
+        by_rank = defaultdict[int, list[Row]](list)
+        for row in rows.get(name, ()):
+            gold = _gold(examples[row["id"]])
+            if gold and row.get("scores"):
+                by_rank[min(gold) + 1].append(row)
+        for rank, found in sorted(by_rank.items()):
+            values = [row["scores"][metric] for row in found]
+            questions = [examples[row["id"]].question_id for row in found]
+            estimate = bootstrap.mean(values, questions)
+            table.append(
                 {
                     "policy": name,
-                    "rank": rank + 1,
+                    "rank": rank,
                     "accuracy": estimate.value,
                     "ci_low": estimate.ci_low,
                     "ci_high": estimate.ci_high,
                     "n": estimate.n,
                 }
             )
-    return pd.DataFrame(rows, columns=RANK_COLUMNS)
+    return pd.DataFrame(table, columns=RANK_COLUMNS)
 
 
 @plot.styled

@@ -107,7 +107,7 @@ def test_a_flat_reader_is_left_alone_and_the_json_is_printed(
             "--json",
         )
     assert result.status == 0, result.err
-    printed = json.loads(result.out[result.out.index("{") :])
+    printed = json.loads(result.out)
     assert printed == facts_of(tmp_path)
     # An order changes nothing, so that all replies are the same.
     assert {row["flip_rate"] for row in printed["policies"]} == {0.0}
@@ -169,6 +169,71 @@ def test_a_budget_of_tokens_is_kept(posbench: Call, tmp_path: Path) -> None:
     assert 2500 < totals["read"] + totals["written"] <= 5200
     facts = facts_of(tmp_path)
     assert 0 < facts["policies"][0]["n"] < 60
+    (folder,) = (tmp_path / "outputs" / "order").glob("v*/reader*")
+    rows = [
+        json.loads(line)
+        for line in (folder / "predictions.jsonl").read_text().splitlines()
+    ]
+    # All that was paid for is kept.
+    assert len(rows) == len(server.prompts)
+    with reading(CURVES["primacy"], 6) as second:
+        more = posbench(
+            "order",
+            str(log),
+            f"model={second.url}",
+            "model.concurrency=1",
+            "study.policies=[reversed]",
+            "budget=50ktok",
+        )
+        assert more.status == 0, more.err
+        assert second.prompts
+
+
+@pytest.mark.parametrize("budget", ["500prompts", "2usd", "3Mtok"])
+def test_a_budget_that_would_limit_nothing_is_refused(
+    posbench: Call, tmp_path: Path, budget: str
+) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 12, 4, seed=0)
+    with reading(CURVES["primacy"], 0) as server:
+        model = "tiny" if budget == "3Mtok" else server.url
+        result = posbench(
+            "order", str(log), f"model={model}", f"budget={budget}", "--yes"
+        )
+        assert not server.prompts
+    assert result.status == 2
+    assert "budget" in result.err
+
+
+def test_a_question_at_several_positions_keeps_its_ranks(posbench: Call) -> None:
+    """Accuracy by rank, recomputed from the rows of key-value pairs, of which each question is asked at each place."""
+    result = posbench(
+        "study=order",
+        "model=tiny",
+        "task.limit=6",
+        "task.positions=[0,8,15]",
+        "task.pairs=16",
+        "study.policies=[reversed]",
+        "study.held_back=0",
+        "study.probes=2",
+    )
+    assert result.status == 0, result.err
+    folder = Path(result.out.split("report: ")[-1].split("/report.html")[0].strip())
+    rows = [
+        json.loads(line)
+        for line in (folder / "predictions.jsonl").read_text().splitlines()
+    ]
+    with (folder / "ranks.csv").open() as file:
+        table = [row for row in csv.DictReader(file) if row["policy"] == "as_retrieved"]
+    assert [row["rank"] for row in table] == ["1", "9", "16"]
+    for row in table:
+        own = [
+            r["scores"]["accuracy"]
+            for r in rows
+            if r["method"] == "as_retrieved"
+            and r["gold_position"] == int(row["rank"]) - 1
+        ]
+        assert float(row["accuracy"]) == pytest.approx(sum(own) / len(own))
 
 
 def test_three_orders_vote(posbench: Call, tmp_path: Path) -> None:

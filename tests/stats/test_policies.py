@@ -86,7 +86,7 @@ def test_a_gain_that_is_not_there_on_held_back_questions_is_not_used():
     race = PolicyRace(BASE, ("p0",))
     verdict = race.verdict(scores, "p0", Estimate(-0.01, -0.1, 0.1, 100))
     assert verdict.name == CANNOT_TELL
-    assert "no gain on held-back questions" in verdict.reason
+    assert "on held-back questions -1.0" in verdict.reason
 
 
 def test_a_model_that_answers_nothing_cannot_do_the_task():
@@ -135,6 +135,21 @@ def test_a_sure_gain_leads_before_a_larger_one_that_is_not_sure():
         standings["sure"].difference.ci_low > 0 > standings["unsure"].difference.ci_low
     )
     assert race.leader(scores, list(scores), dict.fromkeys(scores, 1.0), {}) == "sure"
+
+
+def test_a_policy_without_any_score_neither_decides_nor_leads():
+    scores = {BASE: scores_of([0, 1] * 20), "good": scores_of([1, 1] * 20), "cut": {}}
+    race = PolicyRace(BASE, ("good", "cut"))
+    assert race.is_decided(scores, list(scores)) in (True, False)
+    assert race.leader(scores, list(scores), dict.fromkeys(scores, 1.0), {}) == "good"
+
+
+def test_a_policy_that_dropped_out_leaves_no_possible_gain():
+    equal = scores_of([0, 1] * 100)
+    scores = {BASE: equal, "same": equal, "dropped": scores_of([0, 1] * 5)}
+    race = PolicyRace(BASE, ("same", "dropped"))
+    assert race.standings(scores)["dropped"].difference.ci_high > race.margin
+    assert race.verdict(scores, BASE, None, ["same"]).name == LEAVE
 
 
 def test_the_race_ends_when_one_policy_is_left_that_gains_or_none_can():

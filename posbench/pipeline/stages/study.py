@@ -23,6 +23,9 @@ def run(config: Config, run: Run) -> None:
     )
     with run.method.build().applied(run.lm) if runs_inside_method else nullcontext():
         tables = study.measure(run)
+    if config.budget and run.out.stage("study").get("stopped"):
+        unit, size = config.budget.amount
+        run.out.mark("study", budget={unit: size})
     for name, table in tables.items():
         write_csv(run.out.path / f"{name}.csv", table)
     # From the written files, like the figures: a verdict never rests on digits that no file holds.

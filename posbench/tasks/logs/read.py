@@ -218,9 +218,10 @@ def _join(
     joined = []
     num_joined = 0
     for question in questions:
-        answers_found = by_question.get(comparable(question.question))
-        if answers_found is None and question.id is not None:
-            answers_found = by_id.get(question.id)
+        # Several lines may ask the same question about different documents.
+        answers_found = by_id.get(question.id) if question.id is not None else None
+        if answers_found is None:
+            answers_found = by_question.get(comparable(question.question))
         if answers_found is not None:
             num_joined += 1
             unique = tuple(dict.fromkeys(answers_found))
