@@ -380,7 +380,7 @@ def test_the_right_policy_in_18_of_20_seeds(
         folder.mkdir()
         monkeypatch.chdir(folder)
         log = folder / "log.jsonl"
-        write_log(log, 300, 8, seed)
+        write_log(log, 800 if kind == "u" else 300, 8, seed)
         with reading(CURVES[kind], seed) as server:
             result = posbench(
                 "order",
