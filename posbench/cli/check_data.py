@@ -174,13 +174,13 @@ def _print_log_commands(
     short = [text.removeprefix("task.") for text in references]
     order = shlex.join(["posbench", "order", file, *short, *model])
     print(f"\nto compare orders of the documents:\n\n    {order}")
-    own = OwnData(path=task.path, references=task.references)
+    own_data = OwnData(path=task.path, references=task.references)
     try:
-        num_questions = len(own.own.records)
+        num_questions = len(own_data.own.records)
     except UserError as error:
         print(f"\nthe gold document cannot be moved: {error.allowed}")
         return
-    items = _items_to_set(own)
+    items = _items_to_set(own_data)
     overrides = [
         text for text in asked if text.startswith(("task.path=", "task.references="))
     ]

@@ -78,18 +78,17 @@ class ItemPrompt:
             raise ValueError(f"no items of the prompt, each once: {order}")
         if any(end > start for (_, end), (start, _) in pairwise(places)):
             raise ValueError("items overlap")
-        starts = [0, *(end for _, end in places)]
-        ends = [*(start for start, _ in places), len(self.text)]
+        gap_starts = [0, *(end for _, end in places)]
+        gap_ends = [*(start for start, _ in places), len(self.text)]
         # The text in front of each kept place, and behind the last place of all.
-        kept = [*range(len(order)), len(places)]
+        kept_gaps = [*range(len(order)), len(places)]
         new_spans: list[Span] = [(0, 0)] * len(self.items)
         question = None
         text = ""
-        for index, between in zip([*order, None], kept, strict=True):
-            start, end = starts[between], ends[between]
+        for index, gap in zip([*order, None], kept_gaps, strict=True):
+            start, end = gap_starts[gap], gap_ends[gap]
             if self.question and start <= self.question[0] <= self.question[1] <= end:
-                shift = len(text) - start
-                question = (self.question[0] + shift, self.question[1] + shift)
+                question = _shift(self.question, len(text) - start)
             text += self.text[start:end]
             if index is not None:
                 item = self.item_text(index)

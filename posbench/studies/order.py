@@ -129,8 +129,8 @@ class OrderStudy(Study):
     """Compare policies with the prompts as they are, on the same questions, in rounds that drop the losers.
 
     A share of the questions is held back: the winner of the race and the policy in use are asked them last, so that one
-    number is free of the choice. Before that every question is also asked without its documents, and with its gold
-    documents alone, where these are known: that tells apart what no order changes.
+    number is free of the choice. Questions of the race are then asked without their documents, and with the gold ones
+    alone, where these are known: that tells apart what no order changes.
 
     Attributes:
         policies: Names of methods that change the prompt alone.
@@ -233,83 +233,53 @@ class OrderStudy(Study):
         asked, kept_back = self._split(_judged(run.evaluation))
         # In the random order of the race, on which its intervals rest.
         examples = {example.id: example for example in (*asked, *kept_back)}
-        encoded = run.prompts.encode(run.evaluation)
         others = tuple(prepared.methods)[1:]
         race = PolicyRace(AS_RETRIEVED, others + (VOTE,) * self.vote)
         self._announce(run, asked, len(others), has_references)
         elimination = Elimination(
             race, examples, run.task.metric, has_references, run.spending
         )
-        deadline = None
-        if run.deadline:
-            seconds = RACE_SHARE * run.deadline.seconds
-            deadline = Deadline(seconds, run.deadline.watch)
-        rules = StopRules(elimination, deadline, run.spending)
-        all_rules = [rules]
-        rows = scored_replies(
-            run,
-            PREDICTIONS,
-            prepared.methods,
-            encoded,
-            rules,
-            asked,
-            self.round_questions,
-        )
+        rules = StopRules(elimination, _race_deadline(run), run.spending)
+        late_rules = _late_rules(run)
+        rows = self._replies(run, prepared.methods, asked, rules)
         scores = _scores(rows, examples, run.task.metric)
         if self.vote:
             scores[VOTE] = _votes(run, rows, examples, prepared.voters)
-        tokens = {name: _tokens(policy_rows) for name, policy_rows in rows.items()}
         missing = {name: _missing(policy_rows) for name, policy_rows in rows.items()}
         remaining = race.remaining(scores, list(prepared.methods))
         leader = AS_RETRIEVED
         if scores[AS_RETRIEVED]:
+            tokens = {name: _tokens(policy_rows) for name, policy_rows in rows.items()}
             leader = race.leader(scores, remaining, tokens, missing)
-        checked = None
+        held_back = None
         if leader != AS_RETRIEVED and kept_back:
             pair = {n: prepared.methods[n] for n in (AS_RETRIEVED, leader)}
-            all_rules.append(_late_rules(run))
-            held = scored_replies(
-                run,
-                PREDICTIONS,
-                pair,
-                encoded,
-                all_rules[-1],
-                kept_back,
-                self.round_questions,
-            )
-            held_scores = _scores(held, examples, run.task.metric)
-            checked = _gain(held_scores[leader], held_scores[AS_RETRIEVED])
+            held_rows = self._replies(run, pair, kept_back, late_rules)
+            held_scores = _scores(held_rows, examples, run.task.metric)
+            held_back = _gain(held_scores[leader], held_scores[AS_RETRIEVED])
             for name in pair:
-                rows[name] += held[name]
+                rows[name] += held_rows[name]
                 scores[name] = {**scores[name], **held_scores[name]}
         verdict = PolicyVerdict(
             CANNOT_TELL, AS_RETRIEVED, "the log holds no reference answers"
         )
-        if has_references:
-            sound = [n for n in remaining if missing.get(n, 0.0) <= MAX_MISSING]
-            verdict = race.verdict(scores, leader, checked, sound)
-            share = _missing(rows[AS_RETRIEVED])
-            if share > MAX_MISSING:
-                reason = (
-                    f"{100 * share:.0f} % of the replies as retrieved are no answers: "
-                    f"{describe_kinds(rows[AS_RETRIEVED])}"
-                )
-                verdict = PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, reason)
-            elif verdict.name == USE and kept_back and checked is None:
-                reason = f"{leader} has {verdict.reason}, but no two held-back questions were answered"
-                verdict = PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, reason)
         probe_rows: dict[str, list[Row]] = {}
         if has_references:
+            sound = [n for n in remaining if missing.get(n, 0.0) <= MAX_MISSING]
+            verdict = race.verdict(scores, leader, held_back, sound)
+            verdict = _with_caveats(
+                verdict, rows[AS_RETRIEVED], is_checked=not kept_back or bool(held_back)
+            )
             answered = {row["id"] for row in rows[AS_RETRIEVED]}
             probed = [example for example in asked if example.id in answered]
-            all_rules.append(_late_rules(run))
-            probe_rows = self._ask_probes(run, probed, all_rules[-1])
-        if any(part.ending not in (None, elimination) for part in all_rules):
+            for name, probes in self._probes(probed).items():
+                unmodified: Mapping[str, Method] = {name: Unmodified()}
+                probe_rows |= self._replies(run, unmodified, probes, late_rules)
+        stopped = None
+        if rules.ending not in (None, elimination) or late_rules.ending:
             # A larger budget goes on from here.
-            counts = (len(rows[AS_RETRIEVED]), len(asked) + len(kept_back))
-            run.out.mark("study", stopped=counts)
-        else:
-            run.out.mark("study", stopped=None)
+            stopped = (len(rows[AS_RETRIEVED]), len(examples))
+        run.out.mark("study", stopped=stopped)
         causes = _causes(run, examples, rows, probe_rows)
         table = _policy_table(race, scores, rows, prepared, remaining)
         log = getattr(run.task, "log", None)
@@ -319,7 +289,7 @@ class OrderStudy(Study):
             "reason": verdict.reason,
             "needed_questions": verdict.needed,
             "leader": leader,
-            "held_back": _in_points(checked) if checked else None,
+            "held_back": _in_points(held_back) if held_back else None,
             "questions": len({e.question_id for e in examples.values()}),
             "causes": dict(Counter(row["cause"] for row in causes)),
             "left_out": prepared.left_out,
@@ -389,23 +359,18 @@ class OrderStudy(Study):
         }
         return {name: examples for name, examples in probes.items() if examples}
 
-    def _ask_probes(
-        self, run: Run, examples: Sequence[Example], rules: StopRules
+    def _replies(
+        self,
+        run: Run,
+        methods: Mapping[str, Method],
+        examples: Sequence[Example],
+        rules: StopRules,
     ) -> dict[str, list[Row]]:
-        """Rows of the probes by name."""
-        rows: dict[str, list[Row]] = {}
-        for name, probes in self._probes(examples).items():
-            encoded = run.prompts.encode(probes)
-            rows |= scored_replies(
-                run,
-                PREDICTIONS,
-                {name: Unmodified()},
-                encoded,
-                rules,
-                probes,
-                self.round_questions,
-            )
-        return rows
+        """Scored replies to some examples by method, asked in rounds."""
+        encoded = run.prompts.encode(examples)
+        return scored_replies(
+            run, PREDICTIONS, methods, encoded, rules, examples, self.round_questions
+        )
 
     def figures(self, tables: Tables) -> Drawn:
         """Accuracy over tokens of all policies, and over the rank of the gold document."""
@@ -491,11 +456,40 @@ def _scores(
     return scores
 
 
+def _race_deadline(run: Run) -> Deadline | None:
+    """The time at which the race ends; None without a budget of time."""
+    if run.deadline is None:
+        return None
+    return Deadline(RACE_SHARE * run.deadline.seconds, run.deadline.watch)
+
+
 def _late_rules(run: Run) -> StopRules:
-    """The rules of a part after the race; where one ends it, the rows of the race stay."""
+    """The rules of the parts after the race; where one ends them, the rows of the race stay."""
     rules = StopRules(run.deadline, run.spending)
     rules.drops_methods = True
     return rules
+
+
+def _with_caveats(
+    verdict: PolicyVerdict, rows: Sequence[Row], is_checked: bool
+) -> PolicyVerdict:
+    """The verdict, or "cannot tell" where it rests on too few answers, or on an unchecked winner.
+
+    Args:
+        verdict: The verdict of the race.
+        rows: Rows as retrieved.
+        is_checked: Whether held-back questions were answered, or none are held back.
+    """
+    share = _missing(rows)
+    reason = ""
+    if share > MAX_MISSING:
+        kinds = describe_kinds(rows)
+        reason = (
+            f"{100 * share:.0f} % of the replies as retrieved are no answers: {kinds}"
+        )
+    elif verdict.name == USE and not is_checked:
+        reason = f"{verdict.policy} has {verdict.reason}, but no two held-back questions were answered"
+    return PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, reason) if reason else verdict
 
 
 def _judged(examples: Sequence[Example]) -> list[Example]:
@@ -536,6 +530,7 @@ def _gain(scores: Scores, base: Scores) -> bootstrap.Estimate | None:
 
 
 def _in_points(estimate: bootstrap.Estimate) -> dict[str, float]:
+    """A share with its interval in points, and its n."""
     value, low, high = (round(100 * end, 2) for end in estimate[:3])
     return {"value": value, "ci_low": low, "ci_high": high, "n": estimate.n}
 
