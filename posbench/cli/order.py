@@ -17,7 +17,6 @@ from posbench.cli.options import URL, option
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash, write_json
 from posbench.files.secrets import without_typed_secrets
-from posbench.methods.recite import ANSWER_CUE, INSTRUCTION
 from posbench.pipeline.arguments import folder_name, read_flags
 from posbench.pipeline.budget import check_budget
 from posbench.pipeline.compose import compose
@@ -28,44 +27,10 @@ from posbench.plots.section import Section
 from posbench.report.console import make_console
 from posbench.report.folder import read_json, study_tables
 from posbench.report.page import write_page
+from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.run.budget import Budget, Stopwatch
 from posbench.schema import override_text
-from posbench.stats.policies import USE
-from posbench.studies.order import AS_RETRIEVED, VERDICT_FILE, OrderStudy
-
-RECIPES: Mapping[str, str] = {
-    "reversed": "documents = documents[::-1]",
-    "both_ends": (
-        "# LangChain\n"
-        "from langchain_community.document_transformers import LongContextReorder\n"
-        "documents = LongContextReorder().transform_documents(documents)"
-    ),
-    "both_ends_haystack": (
-        "# Haystack\n"
-        "from haystack.components.rankers import LostInTheMiddleRanker\n"
-        'documents = LostInTheMiddleRanker().run(documents=documents)["documents"]'
-    ),
-    "original_order": "documents = sorted(documents, key=lambda d: (d.metadata['source'], d.metadata['page']))",
-    "cache_stable": "documents = sorted(documents, key=lambda d: d.id)",
-    "shuffled": "random.Random(question).shuffle(documents)",
-    "top_1": "documents = documents[:1]",
-    "top_3": "documents = documents[:3]",
-    "top_5": "documents = documents[:5]",
-    "question_first_and_last": 'prompt = f"{question}\\n\\n{prompt}"  # it also ends with the question',
-    "documents_twice": "documents = documents + documents",
-    "documents_twice_question_first": (
-        'documents = documents + documents\nprompt = f"{question}\\n\\n{prompt}"  # with the documents twice'
-    ),
-    "prompt_twice": 'prompt = f"{prompt}\\n\\n{prompt}"',
-    "recite": (
-        f"recite = {INSTRUCTION!r}\n"
-        'prompt = prompt.removesuffix("Answer:").rstrip() + "\\n\\n" + recite\n'
-        f'answer = reply.rpartition("{ANSWER_CUE}")[2].strip()'
-    ),
-}
-"""By policy, what to change in the code that builds the prompt."""
-RANKED = ("top_", "both_ends")
-"""Beginnings of the names of policies that take the documents for ranked, the best first."""
+from posbench.studies.order import VERDICT_FILE, OrderStudy
 
 
 def order(args: list[str], watch: Stopwatch | None = None) -> int:
@@ -204,20 +169,12 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
             "Differences are paired against the prompts as they were retrieved, on the questions that both answered. "
             "Their intervals hold for all policies together and whenever the questions ended; policies that were "
             "surely worse dropped out.",
-            [
-                "policy",
-                "accuracy (%)",
-                "difference (points)",
-                "flips (%)",
-                "tokens",
-                "questions",
-                "",
-            ],
-            [_policy_cells(row) for row in _best_first(facts["policies"])],
+            POLICY_HEADER,
+            policy_rows(facts["policies"]),
             {name: drawn[name] for name in ("tokens",) if name in drawn},
         ),
         _cause_section(facts, {n: drawn[n] for n in ("ranks",) if n in drawn}),
-        Section("Use it", block=_recipe(facts)),
+        Section("Use it", block=facts["recipe"]),
         Section("Next", _next(facts), block=command),
     ]
     write_page(
@@ -234,49 +191,6 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
     )
     write_json(target / VERDICT_FILE, facts)
     return facts
-
-
-def _best_first(policies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Policies by their paired difference, the largest first; those with the prompts of another one come last."""
-    return sorted(
-        policies, key=lambda row: (bool(row["same_as"]), -(row["difference"] or 0.0))
-    )
-
-
-def _policy_cells(row: Mapping[str, Any]) -> list[str]:
-    """A policy as a row of the page's table."""
-    note = f"same prompts as {row['same_as']}" if row["same_as"] else ""
-    if not note and not row["in_race"]:
-        note = "dropped out"
-    if row["missing"] and row["missing"] > 0.02:
-        note = (
-            f"{note}, ".lstrip(", ") + f"{100 * row['missing']:.0f} % without an answer"
-        )
-    if row["accuracy"] is None:
-        changed = row["changed_replies"]
-        flips = "" if changed is None else f"{changed:.0f} (of the replies)"
-        return [
-            row["name"],
-            "",
-            "",
-            flips,
-            f"{row['tokens']:,.0f}",
-            str(row["n"]),
-            note,
-        ]
-    accuracy = f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
-    difference = f"{row['difference']:+.1f} [{row['difference_low']:.1f}, {row['difference_high']:.1f}]"
-    if row["name"] == AS_RETRIEVED:
-        difference = ""
-    return [
-        row["name"],
-        accuracy,
-        difference,
-        f"{row['flip_rate']:.0f}",
-        f"{row['tokens']:,.0f}",
-        str(row["n"]),
-        note,
-    ]
 
 
 def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
@@ -312,29 +226,10 @@ def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
 
 def _headline(facts: Mapping[str, Any]) -> str:
     """The verdict with its reason."""
-    name = facts["verdict"]
-    verdict = f"use {facts['policy']}" if name == USE else name
-    text = f"Verdict: {verdict} ({facts['reason']})."
+    text = f"Verdict: {verdict_words(facts)} ({facts['reason']})."
     if facts["needed_questions"]:
         text += f" About {facts['needed_questions']:,} questions in all would tell."
     return text
-
-
-def _recipe(facts: Mapping[str, Any]) -> str:
-    """Code that applies the policy to use; empty without one."""
-    policy = facts["policy"]
-    if facts["verdict"] != USE:
-        return ""
-    recipe = RECIPES.get(policy, "")
-    falls = "" if facts["are_distances"] else ", reverse=True"
-    by_score = f"documents = sorted(documents, key=score_of{falls})"
-    if policy == "best_first":
-        return by_score
-    if policy == "best_last":
-        return f"{by_score}[::-1]"
-    if facts["is_resorted"] and policy.startswith(RANKED):
-        return f"{by_score}  # the log is in another order\n{recipe}"
-    return recipe
 
 
 def _next(facts: Mapping[str, Any]) -> str:
@@ -348,10 +243,9 @@ def _next(facts: Mapping[str, Any]) -> str:
 def _lines(facts: Mapping[str, Any]) -> list[str]:
     """The result for a terminal."""
     lines = [_headline(facts)]
-    ranked = [row for row in _best_first(facts["policies"]) if not row["same_as"]]
-    width = max(len(row["name"]) for row in ranked)
-    for row in ranked:
-        name, accuracy, difference, _, tokens, n, note = _policy_cells(row)
+    ranked = policy_rows([row for row in facts["policies"] if not row["same_as"]])
+    width = max(len(name) for name, *_ in ranked)
+    for name, accuracy, difference, _, tokens, n, note in ranked:
         lines.append(
             f"  {name:<{width}}  {accuracy:<20} {difference:<22} {tokens:>7} tokens  n = {n}  {note}".rstrip()
         )
@@ -360,7 +254,6 @@ def _lines(facts: Mapping[str, Any]) -> list[str]:
         lines.append(
             "as retrieved: " + ", ".join(f"{count} {name}" for name, count in causes)
         )
-    recipe = _recipe(facts)
-    if recipe:
-        lines += ["", *(f"    {line}" for line in recipe.splitlines()), ""]
+    if facts["recipe"]:
+        lines += ["", *(f"    {line}" for line in facts["recipe"].splitlines()), ""]
     return lines

@@ -20,6 +20,7 @@ from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.outcome import (
     Pilot,
     Remedy,
+    best_place_in_prompt,
     judge_pilot,
     judge_source,
     points,
@@ -58,7 +59,7 @@ from posbench.pipeline.served import (
     estimate_served,
     need_consent,
 )
-from posbench.report.folder import read_csv, study_tables
+from posbench.report.folder import read_csv, read_json, study_tables
 from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import PREDICTIONS, RunDir, open_run_dir
 from posbench.run.heartbeat import doing
@@ -69,7 +70,8 @@ from posbench.run.sequential import ShapeRule
 from posbench.schema import MAX_COUNT, override_text
 from posbench.search.base import FOUND_FILE
 from posbench.stats import outcomes
-from posbench.stats.bootstrap import Estimate
+from posbench.stats.bootstrap import Array, Estimate
+from posbench.stats.policies import USE
 from posbench.stats.sequential import (
     FARTHEST_FORECAST,
     FIRST_FORECAST,
@@ -86,6 +88,7 @@ from posbench.stats.verdict import (
     run_verdict,
 )
 from posbench.studies.bias_source import SOURCE_TABLES
+from posbench.studies.order import VERDICT_FILE
 from posbench.studies.prompts import need_items
 from posbench.tasks import Example, KVRetrieval, Task
 from posbench.tasks.base import num_questions
@@ -112,7 +115,7 @@ FIRST_ITEMS = 20
 """Items of a prompt where user and model's file leave it open, for a pilot on two cores."""
 MIN_EASIER_ITEMS = 6
 """Fewest items of a prompt of an easier task."""
-END_SHARES = {"pilot": 0.2, "source": 0.7, "remedies": 0.85}
+END_SHARES = {"pilot": 0.2, "source": 0.6, "prompts": 0.75, "remedies": 0.88}
 """Largest share of the budget spent by the end of each part; the rest is for held-back questions."""
 LAST_SHARE = 0.95
 """Share of the budget that is spent when the last question is answered."""
@@ -126,6 +129,12 @@ SOURCE_PROMPTS_PER_QUESTION = 10
 """Prompts in the search for the source: three positions, and seven interventions and controls at the middle one."""
 SOURCE_TIME_RATIO = 2.0
 """Time of such a prompt divided by the time of a prompt of the shape, which shares its prefix with others."""
+PROMPT_QUESTIONS = 40
+"""Questions at each position of the race of changed prompts."""
+MIN_PROMPT_QUESTIONS = 10
+"""Fewest questions at each position for which changed prompts are raced."""
+PROMPT_COST = 12
+"""Prompts that a question takes there: the changes of the prompt, some of which are longer, until losers drop out."""
 RACE_PROMPTS = 48
 """Calibration prompts of the race, in a default budget."""
 MIN_HELD_BACK = 30
@@ -223,14 +232,13 @@ class Course:
             if diagnosis.verdict == BIAS and self.runs.has_checkpoint:
                 self._attention()
                 self._source()
+                self._prompts()
                 self._remedies()
             elif diagnosis.verdict == BIAS:
                 note = "a server shows nothing of the inside of its model"
                 diagnosis.source_note = note
-                diagnosis.remedies_note = (
-                    f"{note}; changes of the prompt go with it: posbench study=order with the same keys, or posbench "
-                    "order LOG on a log of your own, races them"
-                )
+                diagnosis.remedies_note = note
+                self._prompts()
         diagnosis.next = self._next_command()
         diagnosis.total = str(self.allowance)
         diagnosis.total_seconds = round(self.allowance.watch.seconds, 1)
@@ -253,7 +261,14 @@ class Course:
         config = self.runs.prepare([f"task.limit={self._shape_limit()}"])
         profile = config.server
         assert profile is not None, "a server that does not answer was refused"
-        estimate = estimate_served(config, profile, text_encoder(config.model))
+        encoder = text_encoder(config.model)
+        estimate = estimate_served(config, profile, encoder)
+        if not self.allowance.budget.prompts:
+            questions = self._typed_limit(PROMPT_QUESTIONS)
+            changed = self.runs.prepare(
+                self._prompt_overrides(questions), method=None, stages="study"
+            )
+            estimate = estimate.plus(estimate_served(changed, profile, encoder))
         line = f"{estimate.line(config.model.concurrency)}; fewer where these tell the shape; at most {budget}"
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)
         need_consent(
@@ -395,18 +410,17 @@ class Course:
             return
         diagnosis.verdict, diagnosis.reason = verdict
         diagnosis.shape = shape_of_run(metrics)
+        if verdict.name == BIAS:
+            positions = sorted(self.task.gold_positions)
+            scores = self._shape_scores(folder)
+            diagnosis.place = best_place_in_prompt(scores, positions)
         if verdict.name == CANNOT_TELL and outcomes.PROBLEM not in verdict.reason:
             self._forecast(folder)
 
     def _forecast(self, folder: Path) -> None:
         """Forecast the questions at each position that would decide the shape, where the run allows a forecast."""
         diagnosis = self.diagnosis
-        rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
-        task = self._task_with(self._shape_limit())
-        chance = task.chance or 0.0
-        examples = task.evaluation()
-        rule = ShapeRule(task.metric, rows[0]["method"], examples, chance)
-        scores = rule.scores(rows)
+        scores = self._shape_scores(folder)
         if not len(scores):
             return
         total = forecast_questions(scores, NEGLIGIBLE_CONTRAST)
@@ -421,6 +435,14 @@ class Course:
         diagnosis.reason += f"; {text}"
         if diagnosis.needed_questions > self._available_questions:
             diagnosis.reason += f", and the data hold {self._available_questions}"
+
+    def _shape_scores(self, folder: Path) -> Array:
+        """Scores of the questions that the shape's run answered at all gold positions, shape (questions, positions)."""
+        rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
+        task = self._task_with(self._shape_limit())
+        examples = task.evaluation()
+        rule = ShapeRule(task.metric, rows[0]["method"], examples, task.chance or 0.0)
+        return rule.scores(rows)
 
     def _name_server(self) -> None:
         """Note that a bias may be the server's, unless a check showed that prompts arrive whole."""
@@ -507,6 +529,57 @@ class Course:
                 needed = f"about {duration(MIN_SOURCE_EXAMPLES * per_question)}"
             diagnosis.source_note = f"it takes {needed}, more than this budget leaves"
         return min(examples, MAX_SOURCE_EXAMPLES)
+
+    def _prompts(self) -> None:
+        """Race the changes of the prompt on the same task, which any model can be asked under."""
+        diagnosis = self.diagnosis
+        if any(key.startswith("method") for key in self.runs.typed_keys):
+            return  # the user asks about one method
+        if self.allowance.budget.prompts:
+            # A study of replies ends by time, tokens or money.
+            command = "posbench study=order with the same keys"
+            diagnosis.prompt_changes_note = (
+                f"a budget of prompts does not limit them; {command}"
+            )
+            return
+        questions = self._prompt_questions()
+        if questions < min(MIN_PROMPT_QUESTIONS, self._typed_limit(PROMPT_QUESTIONS)):
+            diagnosis.prompt_changes_note = (
+                "they take more than this budget leaves: posbench study=order with the same keys, or posbench order "
+                "LOG on a log of your own"
+            )
+            return
+        overrides = self._prompt_overrides(questions)
+        try:
+            folder = self.runs.execute(
+                "prompts",
+                overrides,
+                share=END_SHARES["prompts"] if self.runs.has_checkpoint else LAST_SHARE,
+                method=None,
+                stages="study",
+            )
+        except UserError as error:
+            diagnosis.prompt_changes_note = f"{error.field}: {error.allowed}"
+            return
+        diagnosis.prompt_changes = read_json(folder / VERDICT_FILE)
+
+    def _prompt_overrides(self, questions: int) -> list[str]:
+        """Overrides of the race of changed prompts, with so many questions at each of three positions."""
+        return [
+            "study=order",
+            "study.probes=0",
+            f"task.positions={_ends_and_middle(self.task.gold_positions)}",
+            f"task.limit={questions}",
+        ]
+
+    def _prompt_questions(self) -> int:
+        """Return how many questions at each position the budget leaves for the race of changed prompts."""
+        part = "shape"
+        seconds = self.runs.seconds_of_run[part] / max(self.diagnosis.prompts[part], 1)
+        cost = seconds if self.allowance.is_time else self._cost_of_prompt()
+        share = END_SHARES["prompts"] if self.runs.has_checkpoint else LAST_SHARE
+        affordable = self.allowance.left(share) / max(3 * PROMPT_COST * cost, 1e-9)
+        return int(min(affordable, self._typed_limit(PROMPT_QUESTIONS)))
 
     def _remedies(self) -> None:
         """Race the methods on calibration prompts, and ask held-back questions of the winner."""
@@ -960,6 +1033,12 @@ class Course:
                 return step
             key, tokens = self._longer_replies(diagnosis.pilots[-1])
             return f"{self._own_command(but=key)} {key}={tokens}"
+        changes = diagnosis.prompt_changes
+        has_bias = diagnosis.verdict in (BIAS, NOT_FIXED)
+        if has_bias and changes and changes["verdict"] == USE:
+            # Whether it removes the bias, too: the race measured the average alone.
+            with_change = self.runs.overrides([], method=changes["policy"])[:-1]
+            return shlex.join(["posbench", *map(without_typed_secrets, with_change)])
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             return "posbench diagnose model=DIR_OR_HUB_ID"
         if diagnosis.shape and self._is_undecided():

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from posbench.late import pd
-from posbench.stats.bootstrap import Estimate, mean, with_interval
+from posbench.stats.bootstrap import Array, Estimate, difference, mean, with_interval
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import (
     CUT_METRIC,
@@ -273,6 +275,9 @@ class Diagnosis:
         remedies_note: Why there was no race, or no winner.
         winner: The method that was asked on held-back questions.
         held_back: The verdict on it.
+        place: Where in a prompt to put what matters; empty: no place is surely better, or it was not looked for.
+        prompt_changes: Verdict, policy, reason, recipe and table of ``study=order``; None: not raced.
+        prompt_changes_note: Why they were not raced.
         next: The command to run next; empty: nothing is left to do.
         runs: Run folders by part.
         prompts: Prompts that were answered, by part.
@@ -294,6 +299,9 @@ class Diagnosis:
     remedies_note: str = ""
     winner: str = ""
     held_back: str = ""
+    place: str = ""
+    prompt_changes: Mapping[str, Any] | None = None
+    prompt_changes_note: str = ""
     next: str = ""
     runs: dict[str, str] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)
@@ -316,6 +324,32 @@ class Diagnosis:
     def as_data(self) -> dict[str, Any]:
         """The diagnosis as plain data, for diagnosis.json."""
         return asdict(self) | {"headline": self.headline}
+
+
+def best_place_in_prompt(scores: Array, positions: Sequence[int]) -> str:
+    """Say where in a prompt an item is answered best; empty where no place is surely better than the others.
+
+    Every other question chooses the place, and the rest measure it.
+
+    Args:
+        scores: Score of each question at each gold position, shape (questions, positions), 0..1.
+        positions: The gold positions, in ascending order.
+    """
+    choosing, measuring = scores[::2], scores[1::2]
+    if len(measuring) < 2:
+        return ""
+    best = int(choosing.mean(axis=0).argmax())
+    others = np.delete(measuring, best, axis=1).mean(axis=1)
+    gains = measuring[:, best] - others
+    gain = difference(gains, [str(number) for number in range(len(gains))])
+    if gain.ci_low <= 0:
+        return ""
+    ends = {0: "first", len(positions) - 1: "last"}
+    place = ends.get(best, f"at item {positions[best] + 1}")
+    return (
+        f"put what matters {place}: {100 * measuring[:, best].mean():.0f} % right there, {100 * others.mean():.0f} % "
+        f"elsewhere, {points(gain)} points more on {gain.n} questions that did not choose the place"
+    )
 
 
 def points(value: Estimate) -> str:

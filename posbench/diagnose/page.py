@@ -16,6 +16,7 @@ from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
 from posbench.report.folder import read_csv, study_tables
 from posbench.report.page import attention_section, write_page
+from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.run.progress import duration
 from posbench.stats.bootstrap import Estimate, with_interval
 from posbench.stats.shape import SHAPES
@@ -102,6 +103,12 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         result.append(f"source: {diagnosis.source}")
     elif diagnosis.source_note:
         result.append(f"source: not looked for, {diagnosis.source_note}")
+    if diagnosis.place:
+        result.append(f"place: {diagnosis.place}")
+    if diagnosis.prompt_changes:
+        result.append(f"prompt: {_prompt_verdict(diagnosis.prompt_changes)}")
+    elif diagnosis.prompt_changes_note:
+        result.append(f"prompt: changes not raced, {diagnosis.prompt_changes_note}")
     if diagnosis.winner:
         gains = {remedy.name: remedy.gain for remedy in diagnosis.remedies}
         gain = f", {_nats(gains[diagnosis.winner])}"
@@ -121,6 +128,8 @@ def _sections(diagnosis: Diagnosis) -> list[Section | None]:
         _shape_section(diagnosis),
         _attention_section(diagnosis),
         _source_section(diagnosis),
+        _place_section(diagnosis),
+        _prompt_section(diagnosis),
         _remedy_section(diagnosis),
         _held_back_section(diagnosis),
         _pilot_section(diagnosis),
@@ -212,6 +221,36 @@ def _source_section(diagnosis: Diagnosis) -> Section | None:
     header = ["intervention", "share of the gap that it closes, %", "questions"]
     tables = study_tables(Path(diagnosis.runs["source"]), SOURCE_TABLES)
     return Section("Source", text, header, rows, BiasSource().figures(tables))
+
+
+def _place_section(diagnosis: Diagnosis) -> Section | None:
+    """Where in a prompt to put what matters."""
+    if not diagnosis.place:
+        return None
+    return Section("Where to put what matters", f"{_sentence(diagnosis.place)}.")
+
+
+def _prompt_section(diagnosis: Diagnosis) -> Section | None:
+    """The race of the changes of the prompt."""
+    changes = diagnosis.prompt_changes
+    if changes is None:
+        if not diagnosis.prompt_changes_note:
+            return None
+        return Section(
+            "Changes of the prompt", f"Not raced: {diagnosis.prompt_changes_note}."
+        )
+    text = (
+        f"{_sentence(_prompt_verdict(changes))}. Accuracy over all gold positions, paired against the prompts as they "
+        "are; the intervals hold for all changes together. Whether a change removes the bias, and not only raises the "
+        "average, is another question: the command under Next asks it where a change is to be used."
+    )
+    rows = policy_rows(changes["policies"])
+    return Section("Changes of the prompt", text, POLICY_HEADER, rows)
+
+
+def _prompt_verdict(changes: Mapping[str, Any]) -> str:
+    """What to do with the prompt, and why."""
+    return f"{verdict_words(changes)} ({changes['reason']})"
 
 
 def _remedy_section(diagnosis: Diagnosis) -> Section | None:

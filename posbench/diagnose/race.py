@@ -53,7 +53,7 @@ def applicable_methods(
             method = choice.build()
             method.check(lm)
             if method.rewrites or method.needs.items:
-                left_out.append(Remedy(name, note="it reads or rewrites the prompt"))
+                left_out.append(Remedy(name, note="it reads or changes the prompt"))
                 continue
         except UserError as error:
             left_out.append(Remedy(name, note=f"{error.field}: {error.allowed}"))

@@ -80,7 +80,7 @@ class Runs:
     def overrides(
         self,
         part_overrides: Sequence[str],
-        method: str = "none",
+        method: str | None = "none",
         stages: str = "evaluate",
         in_process: bool = False,
     ) -> list[str]:
@@ -88,7 +88,7 @@ class Runs:
 
         Args:
             part_overrides: Overrides of the part.
-            method: The method; empty: the typed one, or one among ``part_overrides``.
+            method: The method; empty: the typed one, or one among ``part_overrides``; None: no method.
             stages: Its stages.
             in_process: Whether to ask the checkpoint of a served model, and not the server.
         """
@@ -100,7 +100,7 @@ class Runs:
             arg
             for arg in args
             if key_of(arg) not in part_keys
-            and not (method and arg.startswith("method"))
+            and not (method != "" and arg.startswith("method"))
         ]
         changed = [
             f"{key}={override_text(value)}"

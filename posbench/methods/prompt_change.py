@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Literal, Self
 
 from posbench.methods.base import CheckpointChange, Method
 from posbench.methods.unmodified import Unmodified
@@ -12,7 +12,23 @@ from posbench.model.lm import LM
 
 @dataclass(frozen=True, kw_only=True)
 class PromptChange(Method):
-    """Base of the methods whose :meth:`rewrite` is all they do; it looks at the prompt, and never at the model."""
+    """Base of the methods whose :meth:`rewrite` is all they do; it looks at the prompt, and never at the model.
+
+    Attributes:
+        changes: What they change: the order of the items, their number, or how often something is said.
+    """
+
+    changes: ClassVar[Literal["order", "number", "repetition"]] = "repetition"
+
+    @property
+    def recipe(self) -> str:
+        """Python lines that do the same where ``documents`` and ``prompt`` are made; empty: none are known."""
+        return ""
+
+    @property
+    def takes_ranking(self) -> bool:
+        """Whether :attr:`recipe` takes the documents for ranked, the best first."""
+        return False
 
     @property
     def rewrites_by_text(self) -> bool:

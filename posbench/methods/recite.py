@@ -35,6 +35,15 @@ class Recite(PromptChange):
     quote_tokens: Count = 200
 
     @property
+    def recipe(self) -> str:
+        """See :attr:`PromptChange.recipe`."""
+        return (
+            f"recite = {INSTRUCTION!r}\n"
+            f'prompt = prompt.removesuffix("{ANSWER_CUE}").rstrip() + "\\n\\n" + recite\n'
+            f'answer = reply.rpartition("{ANSWER_CUE}")[2].strip()'
+        )
+
+    @property
     def extra_reply_tokens(self) -> int:
         """Those of the quotation."""
         return self.quote_tokens

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from posbench.errors import UserError
 from posbench.methods.prompt_change import PromptChange, ranked_items
@@ -26,6 +26,23 @@ Order = Literal[
 ]
 KNOWN_ORDERS = {"original_order": "source", "cache_stable": "id"}
 """Orders that only the data can know, with their names in :attr:`ItemPrompt.orders`."""
+RECIPES: Mapping[Order, str] = {
+    "reversed": "documents = documents[::-1]",
+    "best_last": "documents = documents[::-1]",
+    "both_ends": (
+        "# LangChain\n"
+        "from langchain_community.document_transformers import LongContextReorder\n"
+        "documents = LongContextReorder().transform_documents(documents)"
+    ),
+    "both_ends_haystack": (
+        "# Haystack\n"
+        "from haystack.components.rankers import LostInTheMiddleRanker\n"
+        'documents = LostInTheMiddleRanker().run(documents=documents)["documents"]'
+    ),
+    "original_order": 'documents = sorted(documents, key=lambda d: (d.metadata["source"], d.metadata["page"]))',
+    "cache_stable": "documents = sorted(documents, key=lambda d: d.id)",
+    "shuffled": "random.Random(question).shuffle(documents)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +60,20 @@ class Reorder(PromptChange):
         seed: Of ``shuffled``: the order depends on it and on the text of the prompt alone.
     """
 
+    changes: ClassVar[Literal["order"]] = "order"
+
     order: Order
     seed: Seed = 0
+
+    @property
+    def recipe(self) -> str:
+        """See :attr:`PromptChange.recipe`."""
+        return RECIPES.get(self.order, "")
+
+    @property
+    def takes_ranking(self) -> bool:
+        """See :attr:`PromptChange.takes_ranking`."""
+        return self.order.startswith(("best_", "both_ends"))
 
     @classmethod
     def example(cls, lm: LM) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -13,6 +14,15 @@ from posbench.model.lm import LM
 
 EMPTY_LINE = "\n\n"
 Repeated = Literal["question", "documents", "documents_and_question", "prompt"]
+DOCUMENTS_TWICE = "documents = documents + documents"
+RECIPES: Mapping[Repeated, str] = {
+    "question": 'prompt = f"{question}\\n\\n{prompt}"  # it also ends with the question',
+    "documents": DOCUMENTS_TWICE,
+    "documents_and_question": (
+        f'{DOCUMENTS_TWICE}\nprompt = f"{{question}}\\n\\n{{prompt}}"  # with the documents twice'
+    ),
+    "prompt": 'prompt = f"{prompt}\\n\\n{prompt}"',
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +38,11 @@ class Repeat(PromptChange):
     """
 
     part: Repeated
+
+    @property
+    def recipe(self) -> str:
+        """See :attr:`PromptChange.recipe`."""
+        return RECIPES[self.part]
 
     @classmethod
     def example(cls, lm: LM) -> Self:

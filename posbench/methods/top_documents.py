@@ -1,7 +1,7 @@
 """Show the best items of a prompt alone."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Literal, Self
 
 from posbench.methods.prompt_change import PromptChange, ranked_items
 from posbench.model.encode import Encoder
@@ -18,7 +18,19 @@ class TopDocuments(PromptChange):
         count: Items that stay, by the data's relevance where it states one, else the first ones.
     """
 
+    changes: ClassVar[Literal["number"]] = "number"
+
     count: Count
+
+    @property
+    def recipe(self) -> str:
+        """See :attr:`PromptChange.recipe`."""
+        return f"documents = documents[:{self.count}]"
+
+    @property
+    def takes_ranking(self) -> bool:
+        """True."""
+        return True
 
     @classmethod
     def example(cls, lm: LM) -> Self:

@@ -628,6 +628,23 @@ class ServedEstimate:
         """Tokens read and written, about."""
         return self.read + self.written
 
+    def plus(self, other: ServedEstimate) -> ServedEstimate:
+        """Return this work and another one of the same server."""
+
+        def total(one: float | None, two: float | None) -> float | None:
+            return None if one is None or two is None else one + two
+
+        return replace(
+            self,
+            requests=self.requests + other.requests,
+            read=self.read + other.read,
+            written=self.written + other.written,
+            written_at_most=self.written_at_most + other.written_at_most,
+            seconds=total(self.seconds, other.seconds),
+            cost=total(self.cost, other.cost),
+            cost_at_most=total(self.cost_at_most, other.cost_at_most),
+        )
+
     def times(self, factor: float) -> ServedEstimate:
         """Return ``factor`` times this work."""
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from annotated_types import Ge, Lt, MinLen
+from annotated_types import Ge, Lt
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Figure, pd
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
+from posbench.methods.prompt_change import PromptChange
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
 from posbench.plots import base as plot
@@ -52,26 +53,6 @@ GOLD_ALONE = "gold_alone"
 VOTE = "vote"
 VOTERS = (AS_RETRIEVED, "reversed", "shuffled")
 """Policies whose replies vote; where all three differ, the first one's counts."""
-NO_ORDERS = ("top_", "question", "documents", "prompt", "recite")
-"""Beginnings of the names of policies that change something else than the order."""
-DEFAULT_POLICIES = (
-    "reversed",
-    "best_first",
-    "best_last",
-    "both_ends",
-    "both_ends_haystack",
-    "original_order",
-    "shuffled",
-    "cache_stable",
-    "top_1",
-    "top_3",
-    "top_5",
-    "question_first_and_last",
-    "documents_twice",
-    "documents_twice_question_first",
-    "prompt_twice",
-    "recite",
-)
 RACE_SHARE = 0.7
 """Share of a budget that is spent when the race ends; the rest is for held-back questions and probes."""
 VERDICT_FILE = "order.json"
@@ -133,7 +114,7 @@ class OrderStudy(Study):
     alone, where these are known: that tells apart what no order changes.
 
     Attributes:
-        policies: Names of methods that change the prompt alone.
+        policies: Names of methods that change the prompt alone; empty: all of them.
         vote: Whether the replies of three orders vote; voting may amplify a position bias that they share.
         held_back: Share of the questions on which the winner is checked.
         round_questions: Questions after which losers drop out.
@@ -144,7 +125,7 @@ class OrderStudy(Study):
     all_methods: ClassVar[bool] = True
     asks_only: ClassVar[bool] = True
 
-    policies: Annotated[tuple[str, ...], MinLen(1)] = DEFAULT_POLICIES
+    policies: tuple[str, ...] = ()
     vote: bool = False
     held_back: Annotated[float, Ge(0), Lt(1)] = 0.3
     round_questions: Count = 10
@@ -158,7 +139,7 @@ class OrderStudy(Study):
             if name not in known:
                 hint = "posbench ls methods describes them"
                 raise UserError("study.policies", name, ", ".join(known), hint)
-        missing = {*VOTERS[1:]} - {*self.policies}
+        missing = {*VOTERS[1:]} - {*(self.policies or known)}
         if self.vote and missing:
             allowed = f"false, or policies with {' and '.join(sorted(missing))}, whose replies vote"
             raise UserError("study.vote", True, allowed, "set study.vote=false")
@@ -182,7 +163,7 @@ class OrderStudy(Study):
         name_of_prompts = {tuple(e.prompt for e in examples): AS_RETRIEVED}
         same_as = {}
         left_out = {}
-        for name in self.policies:
+        for name in self.policies or choices:
             method = choices[name].build()
             try:
                 rewritten = rewrite_examples(encoder, task, examples, method)
@@ -280,7 +261,7 @@ class OrderStudy(Study):
             # A larger budget goes on from here.
             stopped = (len(rows[AS_RETRIEVED]), len(examples))
         run.out.mark("study", stopped=stopped)
-        causes = _causes(run, examples, rows, probe_rows)
+        causes = _causes(run, examples, rows, probe_rows, prepared.methods)
         table = _policy_table(race, scores, rows, prepared, remaining)
         log = getattr(run.task, "log", None)
         facts = {
@@ -294,10 +275,14 @@ class OrderStudy(Study):
             "causes": dict(Counter(row["cause"] for row in causes)),
             "left_out": prepared.left_out,
             "probes": _probe_facts(probe_rows, examples, run.task.metric),
-            "is_resorted": any("relevance" in e.orders for e in examples.values()),
-            "are_distances": bool(getattr(log, "are_distances", False)),
+            "recipe": "",
             "policies": table,
         }
+        if verdict.name == USE:
+            is_resorted = any("relevance" in e.orders for e in examples.values())
+            are_distances = bool(getattr(log, "are_distances", False))
+            method = prepared.methods.get(verdict.policy)
+            facts["recipe"] = _recipe(method, is_resorted, are_distances)
         run.out.write_json(VERDICT_FILE, facts)
         return {
             "policies": pd.DataFrame(table),
@@ -521,6 +506,23 @@ def _votes(
     return {question: float(np.mean(scores)) for question, scores in values.items()}
 
 
+def _recipe(method: Method | None, is_resorted: bool, are_distances: bool) -> str:
+    """Code that applies a policy; empty where none is known, as for a vote.
+
+    Args:
+        method: The policy.
+        is_resorted: Whether the log is in another order than that of its scores.
+        are_distances: Whether the best document has the lowest score.
+    """
+    if not isinstance(method, PromptChange):
+        return ""
+    if not (is_resorted and method.takes_ranking):
+        return method.recipe
+    falls = "" if are_distances else ", reverse=True"
+    by_score = f"documents = sorted(documents, key=score_of{falls})  # the log is in another order"
+    return f"{by_score}\n{method.recipe}".rstrip()
+
+
 def _gain(scores: Scores, base: Scores) -> bootstrap.Estimate | None:
     """Mean difference on the questions that have both scores, with its 95 % interval; None without two of them."""
     both = [name for name in scores if name in base]
@@ -679,6 +681,7 @@ def _causes(
     examples: Mapping[str, Example],
     rows: Mapping[str, Sequence[Row]],
     probe_rows: Mapping[str, Sequence[Row]],
+    methods: Mapping[str, Method],
 ) -> list[Row]:
     """A row for each prompt that was asked as retrieved: its gold rank, its score, the cause of a wrong answer."""
     metric = run.task.metric
@@ -687,6 +690,10 @@ def _causes(
         for name, found in probe_rows.items()
     }
     right_under = defaultdict[str, list[str]](list)
+    changes = {
+        name: method.changes if isinstance(method, PromptChange) else "repetition"
+        for name, method in methods.items()
+    }
     for name, policy_rows in rows.items():
         for row in policy_rows:
             if name != AS_RETRIEVED and row.get("scores", {}).get(metric, 0.0) >= 1:
@@ -706,9 +713,8 @@ def _causes(
         cause: Cause = "right"
         if not is_right:
             is_probed = closed is not None or alone is not None
-            cause = _cause(
-                gold, alone, is_probed, right_under[example.id], wrong_document
-            )
+            helping = {changes[name] for name in right_under[example.id]}
+            cause = _cause(gold, alone, is_probed, helping, wrong_document)
         table.append(
             {
                 "id": example.id,
@@ -731,7 +737,7 @@ def _cause(
     gold: Sequence[int] | None,
     alone: float | None,
     is_probed: bool,
-    right_under: Sequence[str],
+    helping: Collection[str],
     wrong_document: int | None,
 ) -> Cause:
     """The first cause that applies to a wrong answer.
@@ -740,18 +746,18 @@ def _cause(
         gold: Indices of the gold documents; None: not known.
         alone: Score with the gold documents alone; None: not asked.
         is_probed: Whether the question was asked in the probes.
-        right_under: Other policies under which it is right.
+        helping: What the policies change under which it is right.
         wrong_document: The one wrong document that holds the reply, if there is one.
     """
     if gold is not None and not gold:
         return "gold not retrieved"
     if alone is not None and alone < 1:
         return "not even from the gold document alone"
-    if any(not name.startswith(NO_ORDERS) for name in right_under):
+    if "order" in helping:
         return "right in another order"
-    if any(name.startswith("top_") for name in right_under):
+    if "number" in helping:
         return "right with fewer documents"
-    if right_under:
+    if helping:
         return "right with a repetition"
     if wrong_document is not None:
         return "answered from a wrong document"

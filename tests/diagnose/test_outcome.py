@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -13,6 +14,7 @@ from posbench.diagnose.outcome import (
     Diagnosis,
     Remedy,
     Shape,
+    best_place_in_prompt,
     judge_pilot,
     judge_source,
 )
@@ -171,6 +173,20 @@ def test_a_place_is_that_in_the_prompt() -> None:
     assert judge_source(tables, findings).excluded
     tables["bias_source"]["depth"] = [0.25, 0.5, 0.75]
     assert not judge_source(tables, findings).excluded
+
+
+def test_the_place_is_measured_on_questions_that_did_not_choose_it() -> None:
+    scores = np.array([[1, 0, 0], [1, 0, 1]] * 20, dtype=float)
+    place = best_place_in_prompt(scores, [0, 5, 9])
+    # Odd rows measure: right at the first and the last place, so 100 % there against a mean of 50 %.
+    assert place.startswith("put what matters first: 100 % right there, 50 % elsewhere")
+    assert "50.0 [" in place and "20 questions" in place
+    assert "at item 6" in best_place_in_prompt(scores[:, [1, 0, 1]], [0, 5, 9])
+    # By chance some place is always the best of the first half; the second half does not confirm it.
+    noise = np.random.default_rng(0).random((400, 40, 9)).round()
+    found = [bool(best_place_in_prompt(rows, range(9))) for rows in noise]
+    assert np.mean(found) < 0.06
+    assert not best_place_in_prompt(scores[:2], [0, 5, 9])
 
 
 def test_without_a_gap_nothing_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
@@ -79,6 +80,32 @@ def test_a_planted_primacy_is_found_and_nothing_is_said_of_the_inside(
     assert_line_names(result.out, "requests", "tokens", "price unknown")
     prompts = result.out.index("requests"), result.out.index("evaluate")
     assert prompts[0] < prompts[1], "the price stands before the first prompt"
+
+
+def test_a_change_of_the_prompt_that_helps_is_found_on_held_back_questions(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    """A reader of the first item alone, unless the items are said twice."""
+
+    def answer(prompt: str) -> str:
+        asked = re.search(r'key "(\w+)" is "$', prompt)
+        is_twice = bool(asked) and prompt.count(f'"{asked[1]}": "') == 2
+        is_found = is_twice or gold_position(prompt) == 0
+        return right_value(prompt) if is_found else "unknown"
+
+    server.answer = answer
+    result, found = diagnose()
+    assert result.status == 0, result.err
+    assert found["verdict"] == "bias", "a higher average is not yet a bias removed"
+    changes = found["prompt_changes"]
+    assert (changes["verdict"], changes["policy"]) == ("use", "documents_twice")
+    by_name = {row["name"]: row for row in changes["policies"]}
+    assert by_name["as_retrieved"]["accuracy"] == pytest.approx(100 / 3, abs=1)
+    assert by_name["documents_twice"]["accuracy"] == 100
+    assert changes["held_back"]["n"] > 20
+    assert "put what matters first: 100 % right there, 0 % elsewhere" in found["place"]
+    assert "method=documents_twice" in shlex.split(found["next"])
+    assert_line_names(result.out, "prompt: use documents_twice", "held-back")
 
 
 def test_one_lost_position_is_a_bias_without_a_side(
