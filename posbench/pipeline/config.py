@@ -277,12 +277,8 @@ def _assemble(
         constants=parts.get("constants", ()),
     )
     if config.study and config.study.all_methods:
-        # A study of the model measures methods that change it, one of replies those that change the prompt alone.
-        all_methods = {
-            name: choice
-            for name, choice in all_choices(folders, config.model.blocks).items()
-            if choice.changes_prompts_alone == config.study.asks_only
-        }
+        choices = all_choices(folders, config.model.blocks)
+        all_methods = {n: c for n, c in choices.items() if config.study.measures(c)}
         config = replace(config, all_methods=all_methods)
     try:
         config.method_under_test().trial()

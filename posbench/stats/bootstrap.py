@@ -255,9 +255,12 @@ def statistic(
 
 
 def difference(
-    values: Values, clusters: Sequence[str], weights: Values | None = None
+    values: Values,
+    clusters: Sequence[str],
+    weights: Values | None = None,
+    alpha: float = 0.05,
 ) -> Estimate:
-    """Estimate the mean of paired differences, or of any numbers, with a 95 % interval over clusters.
+    """Estimate the mean of paired differences, or of any numbers, with an interval over clusters.
 
     The interval over clusters is Student's, with the skewness of the clusters' sums removed by Hall's (1992)
     cubic transformation; NaN for a single cluster.
@@ -266,6 +269,7 @@ def difference(
         values: The numbers.
         clusters: The cluster (question) of each.
         weights: The weight of each; None: equal ones. See :func:`mean`.
+        alpha: Probability that the interval misses the mean; of K comparisons, 0.05 / K holds for all together.
     """
     array = np.asarray(values, dtype=np.float64)
     relative = _relative_weights(array, weights)
@@ -279,7 +283,7 @@ def difference(
     skewness = (
         (errors**3).mean() / max(spread, 1e-12) ** 3 / (3 * np.sqrt(num_clusters))
     )
-    t = scipy.special.stdtrit(num_clusters - 1, 0.975) * np.array([1, -1])
+    t = scipy.special.stdtrit(num_clusters - 1, 1 - alpha / 2) * np.array([1, -1])
     if abs(skewness) > 1e-6:
         t = (np.cbrt(1 + 3 * skewness * (t - skewness / 2)) - 1) / skewness
     low, high = value - t * spread / np.sqrt(num_clusters - 1)
@@ -291,8 +295,9 @@ def paired(
     before: Values,
     clusters: Sequence[str],
     weights: Values | None = None,
+    alpha: float = 0.05,
 ) -> Estimate:
-    """Estimate the mean of the paired differences ``after - before``, with a 95 % interval over clusters.
+    """Estimate the mean of the paired differences ``after - before``, with an interval over clusters.
 
     Scores in 0..1 get Bonett and Price's (2012) interval, which adds half a pair of each sign, with n divided
     by the design effect; the added pairs of scores strictly between 0 and 1 differ by the root mean square of
@@ -303,11 +308,12 @@ def paired(
         before: The other one.
         clusters: The cluster (question) of each pair.
         weights: The weight of each pair; None: equal ones. See :func:`mean`.
+        alpha: See :func:`difference`.
     """
     pairs = np.array([after, before], dtype=np.float64)
     array = pairs[0] - pairs[1]
     if pairs.min() < 0 or pairs.max() > 1:
-        return difference(array, clusters, weights)
+        return difference(array, clusters, weights, alpha)
     relative = _relative_weights(array, weights)
     value = float((relative * array).mean())
     sums, sizes = _cluster_sums(array, relative, clusters)
@@ -315,7 +321,7 @@ def paired(
     added_square = (array**2).sum() / max(np.count_nonzero(array), 1) or 1.0
     centre = value * n / (n + 1)
     mean_square = ((relative * array**2).mean() * n + added_square) / (n + 1)
-    t = scipy.special.stdtrit(max(len(sums) - 1, 1), 0.975)
+    t = scipy.special.stdtrit(max(len(sums) - 1, 1), 1 - alpha / 2)
     half = t * np.sqrt((mean_square - centre**2) / (n + 1))
     low = float(max(centre - half, -1))
     high = float(min(centre + half, 1))

@@ -52,6 +52,10 @@ class Study(ABC):
             UserError: The fields do not fit; the message names the field and the allowed values.
         """
 
+    def measures(self, choice: MethodChoice) -> bool:
+        """Whether a study of all methods measures this one: those that change the model, or, of replies, the prompt."""
+        return choice.changes_prompts_alone == self.asks_only
+
     def files(self) -> tuple[Source, ...]:
         """Further files that the numbers come from; their contents are part of a run's identity."""
         return ()

@@ -205,6 +205,14 @@ JOBS = {
     ),
     **_study("positional_channels", *STRINGS),
     **_study("precision", *FEW, "study.prompts=2"),
+    **_study(
+        "remedies",
+        *FEW,
+        "study.methods=[top_3,documents_twice]",
+        "study.repeats=1",
+        "study.timed=1",
+        timed=("seconds", "time(_low|_high)?", "statistic"),
+    ),
     **_study("rollout", "study.prompts=4", "study.tokens=32", "study.parts=4"),
     **_study("rope_curves", *FEW, "study.prompts=2", "study.distance=100"),
     **_study(

@@ -1,0 +1,379 @@
+"""Every remedy on one bench: methods and changes of the prompt on the same questions, with their cost side by side."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from posbench.errors import UserError
+from posbench.files.atomic import Row
+from posbench.late import Figure, pd, torch
+from posbench.methods import Method, Unmodified
+from posbench.methods.choice import MethodChoice
+from posbench.methods.prompt_change import PromptChange
+from posbench.plots import base as plot
+from posbench.plots.section import Drawn
+from posbench.run.base import Run
+from posbench.run.folder import PREDICTIONS
+from posbench.run.plan import Subject
+from posbench.run.replies import plan_replies, scored_replies
+from posbench.schema import Count
+from posbench.stats import bootstrap
+from posbench.stats.findings import Finding
+from posbench.stats.frames import UNMODIFIED
+from posbench.stats.policies import MARGIN, Scores
+from posbench.stats.position_bias import position_bias, position_curves
+from posbench.stats.sequential import ALPHA
+from posbench.studies.base import Tables
+from posbench.studies.cost.timing import TimingStudy
+from posbench.tasks import Example
+
+HELPS = "helps"
+HARMS = "harms"
+NO_EFFECT = "less than 5 points"
+CANNOT_TELL = "cannot tell"
+LEFT_OUT = "left out"
+ALIKE = 1.0
+"""Points within which remedies are alike; of these the cheapest is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedies(TimingStudy):
+    """Ask the same questions under every method and every change of the prompt that fits the model and the task.
+
+    Differences of the average are paired against the unmodified prompt and model; their intervals hold for all
+    remedies together (Bonferroni). Time and memory are those of ``timed`` prompts with their replies, rewriting
+    included, all remedies in turn in this one run.
+
+    Attributes:
+        methods: Names of methods; empty: all.
+        timed: Prompts that are timed.
+        clock: Of the times; a GPU is always timed by the wall clock.
+    """
+
+    needs_model: ClassVar[bool] = True
+    needs_task: ClassVar[bool] = True
+    all_methods: ClassVar[bool] = True
+    caption: ClassVar[str] = ""
+
+    clock: Literal["wall", "processor"] = "processor"
+    methods: tuple[str, ...] = ()
+    timed: Count = 2
+
+    def measures(self, choice: MethodChoice) -> bool:
+        """Every method but the unmodified model."""
+        return not issubclass(choice.cls, Unmodified)
+
+    def check(self, run: Run) -> None:
+        """Refuse methods that do not exist, and a task that moves no gold item."""
+        for name in self.methods:
+            if name not in run.all_methods:
+                allowed = ", ".join(run.all_methods)
+                hint = "posbench ls methods describes them"
+                raise UserError("study.methods", name, allowed, hint)
+        if len({example.gold_position for example in run.evaluation}) < 2:
+            allowed = "a task that moves a gold item over positions"
+            hint = "set task=kv_retrieval or task=nq_multidoc"
+            raise UserError("task", run.task.name, allowed, hint)
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Ask, score and time.
+
+        Returns:
+            ``remedies``: a row for each remedy, the unmodified model first: accuracy and its difference, worst
+            position and position bias in points, tokens and time of a prompt, verdict. ``curves``: accuracy at each
+            gold position.
+        """
+        methods, left_out = self._applicable(run)
+        encoded = run.prompts.encode(run.evaluation)
+        rows = scored_replies(run, PREDICTIONS, methods, encoded)
+        metric = run.task.metric
+        scores = {name: _scores(rows[name], metric) for name in methods}
+        alpha = ALPHA / max(len(methods) - 1, 1)
+        curves = _curves(rows, metric)
+        biases = _biases(rows, metric, run.runtime.resamples)
+        costs = self._costs(run, methods)
+        table = []
+        for name, method in methods.items():
+            own = scores[name]
+            both = [question for question in scores[UNMODIFIED] if question in own]
+            if not both:
+                left_out[name] = "no reply is an answer"
+                continue
+            base = [scores[UNMODIFIED][question] for question in both]
+            after = [own[question] for question in both]
+            gain = bootstrap.paired(after, base, both, alpha=alpha)
+            of_method = [row for row in curves if row["method"] == name]
+            worst = min(of_method, key=lambda row: row["accuracy"])
+            table.append(
+                {
+                    "method": name,
+                    "changes": "prompt"
+                    if isinstance(method, PromptChange)
+                    else "model",
+                    **_columns("accuracy", bootstrap.mean([*own.values()], [*own])),
+                    **_columns("difference", gain),
+                    "worst": worst["accuracy"],
+                    "worst_position": worst["gold_position"],
+                    **_columns("bias", biases[name]),
+                    **costs[name],
+                    "n": gain.n,
+                    "verdict": "" if name == UNMODIFIED else _verdict(gain),
+                    "note": "",
+                }
+            )
+        for name, reason in left_out.items():
+            table.append({"method": name, "verdict": LEFT_OUT, "note": reason})
+        return {"remedies": pd.DataFrame(table), "curves": pd.DataFrame(curves)}
+
+    def _applicable(self, run: Run) -> tuple[dict[str, Method], dict[str, str]]:
+        """The methods that fit model and task, the unmodified model first, and the reasons against the others."""
+        methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
+        left_out: dict[str, str] = {}
+        name_of_prompts = {tuple(e.prompt for e in run.evaluation): UNMODIFIED}
+        for name in self.methods or run.all_methods:
+            try:
+                method = run.all_methods[name].build()
+                method.check(run.lm)
+                if isinstance(method, PromptChange):
+                    rewritten = run.prompts.rewrite(run.evaluation, method)
+                    prompts = tuple(example.prompt for example in rewritten)
+                    first = name_of_prompts.setdefault(prompts, name)
+                    if first != name:
+                        same = first.replace(UNMODIFIED, "the unmodified ones")
+                        left_out[name] = f"the same prompts as {same}"
+                        continue
+            except UserError as error:
+                left_out[name] = f"{error.field}: {error.allowed}"
+                continue
+            methods[name] = method
+        return methods, left_out
+
+    def _costs(self, run: Run, methods: Mapping[str, Method]) -> dict[str, Row]:
+        """Time, tokens and, on a GPU, memory of the timed prompts under each method, by its name."""
+        examples = _spread(run.evaluation, self.timed)
+        encoded = run.prompts.encode(examples)
+        device = run.lm.device
+        tokens: dict[str, float] = {}
+        memory: dict[str, float] = {}
+
+        def ask(name: str) -> list[str]:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            before = run.lm.tokens_read + run.lm.tokens_written
+            # A new plan each time: one that is kept would find its prefills in memory.
+            plan = plan_replies([Subject(run, name, methods[name])], encoded, examples)
+            rows = [row for batch in plan.batches for row in plan.answer(batch)]
+            read = run.lm.tokens_read + run.lm.tokens_written - before
+            tokens[name] = read / len(examples)
+            if device.type == "cuda":
+                memory[name] = torch.cuda.max_memory_allocated(device) / 1e9
+            return [str(row.get("output", "")) for row in rows]
+
+        ways = {name: partial(ask, name) for name in methods}
+        with run.progress("times", len(ways) * (self.repeats + 1)) as advance:
+            # A GPU works while the process waits.
+            timer = replace(self, clock="wall") if device.type == "cuda" else self
+            timed = timer.compared(
+                "prompts", ways, device, faster=False, same=False, advance=advance
+            )
+        return {
+            row["way"]: {
+                "seconds": row["seconds"] / len(examples),
+                "time": row["ratio"],
+                "time_low": row["ratio_min"],
+                "time_high": row["ratio_max"],
+                "tokens": tokens[row["way"]],
+                "memory_gb": memory.get(row["way"]),
+            }
+            for row in timed
+        }
+
+    def findings(self, tables: Tables) -> Sequence[Finding]:
+        """Whether any remedy raises the average for sure."""
+        table = tables["remedies"]
+        raced = table[(table["method"] != UNMODIFIED) & (table["verdict"] != LEFT_OUT)]
+        if raced.empty:
+            return []
+        best = best_remedy(raced)
+        points = bootstrap.Estimate(
+            best["difference"],
+            best["difference_low"],
+            best["difference_high"],
+            int(best["n"]),
+        )
+        statistic = (
+            f"{best['method']} minus unmodified, points of the average, at {best['time']:.1f} times its time; "
+            f"of {len(raced)} remedies, the interval for all together"
+        )
+        claim = "a remedy raises the average"
+        return [Finding.above(claim, statistic, points, 0.0).control()]
+
+    def figures(self, tables: Tables) -> Drawn:
+        """Average and worst position over the time of a prompt."""
+        table = tables["remedies"]
+        drawn = table[table["verdict"] != LEFT_OUT]
+        caption = (
+            "Average (95 % intervals of each alone) and worst gold position over the time of a prompt, beside the "
+            "unmodified model's (black). Named are the remedies than which no other is both better and cheaper."
+        )
+        return {"remedies": (_draw(drawn), caption)}
+
+
+def best_remedy(raced: pd.DataFrame) -> Row:
+    """The remedy with the highest average among those that help, or among all; of those alike the cheapest.
+
+    Args:
+        raced: Rows of ``remedies`` without the unmodified model.
+    """
+    helping = raced[raced["verdict"] == HELPS]
+    candidates = helping if len(helping) else raced
+    alike = candidates[
+        candidates["difference"] >= candidates["difference"].max() - ALIKE
+    ]
+    best: Row = alike.sort_values("time", kind="stable").iloc[0].to_dict()
+    return best
+
+
+def _verdict(gain: bootstrap.Estimate) -> str:
+    """What the difference of the average says, with the interval for all remedies together."""
+    if gain.ci_low > 0:
+        return HELPS
+    if gain.ci_high < 0:
+        return HARMS
+    if gain.ci_low > -MARGIN and gain.ci_high < MARGIN:
+        return NO_EFFECT
+    return CANNOT_TELL
+
+
+def _columns(name: str, estimate: bootstrap.Estimate) -> Row:
+    """A share with its interval, in points."""
+    ends = (name, f"{name}_low", f"{name}_high")
+    return {
+        end: round(100 * number, 2)
+        for end, number in zip(ends, estimate[:3], strict=True)
+    }
+
+
+def _question(row: Row) -> str:
+    return str(row["cluster"] or row["id"])
+
+
+def _scores(rows: Sequence[Row], metric: str) -> Scores:
+    """Mean score of each question over the gold positions, by question."""
+    values = defaultdict[str, list[float]](list)
+    for row in rows:
+        if row.get("scores"):
+            values[_question(row)].append(float(row["scores"][metric]))
+    return {question: float(np.mean(numbers)) for question, numbers in values.items()}
+
+
+def _curves(rows: Mapping[str, Sequence[Row]], metric: str) -> list[Row]:
+    """Accuracy in percent of each method at each gold position."""
+    table = []
+    for name, of_method in rows.items():
+        by_position = defaultdict[int, list[Row]](list)
+        for row in of_method:
+            if row.get("scores"):
+                by_position[row["gold_position"]].append(row)
+        for position, found in sorted(by_position.items()):
+            values = [float(row["scores"][metric]) for row in found]
+            estimate = bootstrap.mean(values, [_question(row) for row in found])
+            table.append(
+                {
+                    "method": name,
+                    "gold_position": position,
+                    **_columns("accuracy", estimate),
+                    "n": estimate.n,
+                }
+            )
+    return table
+
+
+def _biases(
+    rows: Mapping[str, Sequence[Row]], metric: str, resamples: int
+) -> dict[str, bootstrap.Estimate]:
+    """Position bias of each method, by its name."""
+    frame = pd.DataFrame(
+        [
+            {
+                "method": name,
+                "gold_position": row["gold_position"],
+                "cluster": _question(row),
+                "score": float(row["scores"][metric]),
+            }
+            for name, of_method in rows.items()
+            for row in of_method
+            if row.get("scores")
+        ]
+    )
+    curves = position_curves(frame, "score", "method", resamples)
+    estimates = {}
+    for name, (curve, draws) in curves.items():
+        bias, bias_draws = position_bias(curve, draws)
+        clusters = frame[frame["method"] == name]["cluster"].nunique()
+        estimates[str(name)] = bootstrap.percentile(
+            bias, bias_draws, clusters, clusters
+        )
+    return estimates
+
+
+def _spread(examples: Sequence[Example], count: int) -> list[Example]:
+    """So many examples, evenly spread over all."""
+    step = max(len(examples) // count, 1)
+    return list(examples[::step][:count])
+
+
+@plot.styled
+def _draw(table: pd.DataFrame) -> Figure:
+    """Average and worst position over the relative time of a prompt."""
+    figure, panels = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"], sharex=True)
+    is_base = (table["method"] == UNMODIFIED).to_numpy()
+    for axes, column in zip(panels, ("accuracy", "worst"), strict=True):
+        times = table["time"].to_numpy()
+        values = table[column].to_numpy()
+        if column == "accuracy":
+            ends = table[["accuracy_low", "accuracy_high"]].to_numpy().T
+            axes.errorbar(
+                times,
+                values,
+                np.abs(ends - values),
+                fmt="none",
+                color=plot.SHADE,
+                linewidth=0.8,
+            )
+        axes.plot(times[~is_base], values[~is_base], "o", color=plot.BLUE)
+        axes.plot(times[is_base], values[is_base], "o", color=plot.BLACK)
+        front = _front(times, values)
+        axes.plot(
+            times[front], values[front], color=plot.GUIDE, linewidth=0.8, zorder=0
+        )
+        for index in front:
+            name = table["method"].iloc[index].replace(UNMODIFIED, "unmodified")
+            axes.annotate(
+                name,
+                (times[index], values[index]),
+                xytext=(3, 3),
+                textcoords="offset points",
+                fontsize="small",
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel("time of a prompt over the unmodified model's")
+        axes.set_ylim(-3, 108)
+    panels[0].set_ylabel("average accuracy (%)")
+    panels[1].set_ylabel("accuracy at the worst position (%)")
+    return figure
+
+
+def _front(times: np.ndarray, values: np.ndarray) -> list[int]:
+    """Indices of the points than which no other is both higher and cheaper, the cheapest first."""
+    front: list[int] = []
+    for index in sorted(range(len(times)), key=lambda i: (times[i], -values[i])):
+        if not front or values[index] > values[front[-1]]:
+            front.append(index)
+    return front

@@ -1,0 +1,100 @@
+"""``study=remedies``: its numbers against its rows, and the choice among remedies."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from posbench.stats import bootstrap
+from posbench.studies.remedies import _front, best_remedy
+from tests.conftest import Result
+
+
+def test_numbers_are_those_of_the_rows(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    result = posbench(
+        "study=remedies",
+        "task.limit=8",
+        "task.positions=[0%,50%,100%]",
+        "study.methods=[top_1,best_first,documents_twice,cache_stable,scale_channel]",
+        "study.repeats=1",
+        "study.timed=1",
+        "runtime.resamples=200",
+    )
+    assert result.status == 0, result.err
+    (folder,) = outputs.glob("remedies/v*/*__*")
+    table = pd.read_csv(folder / "remedies.csv", keep_default_na=False)
+    table = table.set_index("method")
+    scores: dict[str, dict[str, float]] = defaultdict(dict)
+    positions: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for line in (folder / "predictions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        scores[row["method"]][row["id"]] = row["scores"]["accuracy"]
+        positions[row["method"], row["gold_position"]].append(row["scores"]["accuracy"])
+    assert set(scores) == {"none", "top_1", "documents_twice", "scale_channel"}
+    for name, of_method in scores.items():
+        row = table.loc[name]
+        accuracy = 100 * np.mean([*of_method.values()])
+        assert float(row["accuracy"]) == pytest.approx(accuracy, abs=0.01)
+        gain = accuracy - 100 * np.mean([*scores["none"].values()])
+        assert float(row["difference"]) == pytest.approx(gain, abs=0.01)
+        worst = min(np.mean(v) for (m, _), v in positions.items() if m == name)
+        assert float(row["worst"]) == pytest.approx(100 * worst, abs=0.01)
+    assert table.loc["best_first", "note"] == "the same prompts as the unmodified ones"
+    assert "none of ids" in table.loc["cache_stable", "note"]
+    assert set(table.loc[["best_first", "cache_stable"], "verdict"]) == {"left out"}
+    # What stands in the prompt twice is read twice; the first item alone is short.
+    tokens = table["tokens"].replace("", np.nan).astype(float)
+    assert tokens["top_1"] < tokens["none"] / 4
+    assert 1.8 * tokens["none"] < tokens["documents_twice"] < 2.1 * tokens["none"]
+
+
+def test_an_interval_for_several_comparisons_is_students_at_their_level() -> None:
+    values = np.random.default_rng(0).normal(size=40)
+    names = [str(number) for number in range(40)]
+    found = bootstrap.difference(values, names, alpha=0.05 / 20)
+    half = scipy.stats.sem(values) * scipy.stats.t.ppf(1 - 0.05 / 40, 39)
+    # But for the correction for skewness.
+    assert found.ci_high - found.ci_low == pytest.approx(2 * half, rel=0.05)
+    after, before = (values > 0).astype(float), np.zeros(40)
+    narrow = bootstrap.paired(after, before, names)
+    wide = bootstrap.paired(after, before, names, alpha=0.05 / 20)
+    ratio = scipy.stats.t.ppf(1 - 0.05 / 40, 39) / scipy.stats.t.ppf(0.975, 39)
+    widths = [e.ci_high - e.ci_low for e in (wide, narrow)]
+    assert widths[0] / widths[1] == pytest.approx(ratio)
+
+
+def test_no_remedy_of_the_front_is_beaten() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        times, values = rng.random(12), rng.integers(0, 5, 12).astype(float)
+        kept = {
+            i
+            for i in range(12)
+            if not any(
+                (times[j] <= times[i] and values[j] > values[i])
+                or (times[j] < times[i] and values[j] >= values[i])
+                for j in range(12)
+            )
+        }
+        assert set(_front(times, values)) == kept
+
+
+def test_the_cheapest_of_those_alike_is_named_and_one_that_is_not_sure_is_not() -> None:
+    rows = [
+        ("dear", 20.0, 3.0, "helps"),
+        ("cheap", 19.5, 1.5, "helps"),
+        ("weak", 10.0, 1.0, "helps"),
+        ("lucky", 30.0, 1.0, "cannot tell"),
+    ]
+    table = pd.DataFrame(rows, columns=["method", "difference", "time", "verdict"])
+    assert best_remedy(table)["method"] == "cheap"
+    assert best_remedy(table[table["verdict"] != "helps"])["method"] == "lucky"
