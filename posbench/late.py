@@ -11,7 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from posbench.errors import UserError
+from posbench.versions import install_hint
+
+LOCAL = ("datasets", "safetensors", "torch", "transformers")
+"""Packages of the extra ``local``, without which a model behind a server can be asked all the same."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,13 +31,23 @@ class LateModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self._name), name)
+        try:
+            module = import_module(self._name)
+        except ModuleNotFoundError as error:
+            if error.name not in LOCAL:
+                raise
+            allowed = "installed: models in this process and parquet files need it"
+            hint = f"{install_hint('local')}, or ask a server with model.base_url=URL"
+            raise UserError(error.name, "not installed", allowed, hint) from error
+        return getattr(module, name)
 
 
 if TYPE_CHECKING:
+    import datasets
     import matplotlib
     import numpy as np
     import pandas as pd
+    import safetensors
     import torch
     import torch.nn.functional as F
     import transformers
@@ -43,12 +60,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
+    datasets = LateModule("datasets")
     F = LateModule("torch.nn.functional")
     hub_errors = LateModule("huggingface_hub.errors")
     matplotlib = LateModule("matplotlib")
     nn = LateModule("torch.nn")
     np = LateModule("numpy")  # tasks are listed without it
     pd = LateModule("pandas")
+    safetensors = LateModule("safetensors")
     sdpa = LateModule("transformers.integrations.sdpa_attention")
     torch = LateModule("torch")
     transformers = LateModule("transformers")
@@ -73,15 +92,22 @@ __all__ = [
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "Tensor",
+    "datasets",
     "hub_errors",
     "matplotlib",
     "nn",
     "np",
     "pd",
+    "safetensors",
     "sdpa",
     "torch",
     "transformers",
 ]
+
+
+def has_torch() -> bool:
+    """Whether torch is installed, and so a model may run in this process."""
+    return find_spec("torch") is not None
 
 
 def run_inside(

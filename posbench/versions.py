@@ -7,21 +7,39 @@ from packaging.requirements import Requirement
 from posbench.errors import UserError
 
 __version__ = "0.1.0"
+LOCAL_EXTRA = "local"
+"""The extra with torch and transformers."""
+DISTRIBUTION = "positionbench"
+"""Name on the package index, where ``posbench`` is another project."""
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs posbench with one of its extras."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def _requirements() -> list[Requirement]:
-    """Requirements in the package metadata, without extras; empty in a checkout that was never installed."""
+    """Requirements in the package metadata, those of a model in process too; empty if it was never installed."""
     try:
-        requirements = [Requirement(line) for line in requires("posbench") or ()]
+        requirements = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
         return []
-    no_extra = {"extra": ""}
-    return [r for r in requirements if not r.marker or r.marker.evaluate(no_extra)]
+    local = {"extra": LOCAL_EXTRA}
+    return [r for r in requirements if not r.marker or r.marker.evaluate(local)]
+
+
+def version_of(name: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of posbench's requirements, for the record of a run."""
-    return {r.name: version(r.name) for r in _requirements()}
+    """Versions of those of posbench's requirements that are installed, for the record of a run."""
+    found = {r.name: version_of(r.name) for r in _requirements()}
+    return {name: number for name, number in found.items() if number}
 
 
 def check_transformers() -> None:
@@ -29,9 +47,11 @@ def check_transformers() -> None:
     for requirement in _requirements():
         if requirement.name != "transformers":
             continue
-        installed_version = version("transformers")
+        installed_version = version_of("transformers")
         supported = requirement.specifier
-        if not supported.contains(installed_version, prereleases=True):
+        if installed_version and not supported.contains(
+            installed_version, prereleases=True
+        ):
             allowed = f"version {supported}"
             hint = f"pip install '{requirement}'"
             raise UserError("transformers", installed_version, allowed, hint)

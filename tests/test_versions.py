@@ -22,17 +22,23 @@ from tests.messages import assert_refused, refused
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DEPENDENCIES = PROJECT["dependencies"]
-TESTED = [*DEPENDENCIES]
+DEPENDENCIES = [
+    *PROJECT["dependencies"],
+    *(
+        f"{line}; extra == 'local'"
+        for line in PROJECT["optional-dependencies"]["local"]
+    ),
+]
+TESTED = [*PROJECT["dependencies"]]
 TESTED += [
     line
-    for name in ("lm_eval", "export", "endpoint", "cluster", "dev")
+    for name in ("local", "lm_eval", "export", "cluster", "dev")
     for line in PROJECT["optional-dependencies"][name]
 ]
 """What the environment of the tests has."""
 (SUPPORTED,) = (
     Requirement(line).specifier
-    for line in DEPENDENCIES
+    for line in PROJECT["optional-dependencies"]["local"]
     if Requirement(line).name == "transformers"
 )
 
@@ -58,7 +64,7 @@ def _pins(file: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in TESTED if not line.startswith("posbench")]
+    "line", [line for line in TESTED if not line.startswith(versions.DISTRIBUTION)]
 )
 def test_the_two_test_environments_span_the_supported_range(line: str) -> None:
     """The oldest one has the lower bounds themselves: another could not tell whether they are right."""
@@ -125,6 +131,12 @@ def test_a_run_records_what_posbench_needs_here_without_extras(
     ]
     monkeypatch.setattr(versions, "requires", lambda name: lines)
     assert versions.installed_versions() == {"numpy": "7.0"}
+
+
+def test_the_name_in_hints_is_that_of_the_package() -> None:
+    assert PROJECT["name"] == versions.DISTRIBUTION
+    extra = versions.install_hint("local").partition("[")[2].partition("]")[0]
+    assert extra == versions.LOCAL_EXTRA and extra in PROJECT["optional-dependencies"]
 
 
 def test_the_matrix_records_where_it_ran(capsys: pytest.CaptureFixture[str]) -> None:

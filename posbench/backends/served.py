@@ -171,16 +171,8 @@ class Endpoint(Backend):
             allowed = "an environment variable that is set"
             hint = f"export {config.key_env}=... (it is never recorded)"
             raise UserError("model.key_env", config.key_env, allowed, hint)
-        try:
-            import openai
-        except ImportError as error:
-            hint = "pip install 'posbench[endpoint]'"
-            raise UserError(
-                "model.base_url",
-                config.base_url,
-                "null: the package openai is not installed",
-                hint,
-            ) from error
+        import openai  # of all that a run imports it takes longest
+
         keys = [self._key] if is_long_enough(self._key) else []
         secrets = [*keys, *secrets_in(config.extra_body)]
         self._secrets = [form for secret in secrets for form in written_forms(secret)]

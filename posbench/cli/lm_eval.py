@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from posbench.errors import UserError
+from posbench.versions import install_hint
 
 
 def lm_eval(args: list[str]) -> int:
@@ -18,7 +19,7 @@ def lm_eval(args: list[str]) -> int:
                         harness's own model (max_length=2048); a list has colons: layers=1:3
       config_dir=DIR    your own YAML files
 
-    `posbench lm_eval run --help` prints the flags; they come with pip install 'posbench[lm_eval]'.
+    `posbench lm_eval run --help` prints the flags; they come with pip install 'positionbench[lm_eval]'.
 
     example: posbench lm_eval --model posbench --model_args pretrained=tiny,method=scale_channel --tasks mmlu
     """
@@ -28,7 +29,7 @@ def lm_eval(args: list[str]) -> int:
         import posbench.cli.harness  # noqa: F401
     except ModuleNotFoundError as error:
         allowed = "lm-eval 0.4.13 or newer with posbench"
-        hint = "pip install 'posbench[lm_eval]'"
+        hint = install_hint("lm_eval")
         raise UserError("lm_eval", f"no module {error.name}", allowed, hint) from error
     argv = sys.argv
     sys.argv = ["posbench lm_eval", *args]

@@ -42,6 +42,7 @@ from posbench.run.folder import find_run, open_run_dir
 from posbench.run.lease import ONE_PROCESS, in_use, process_start
 from posbench.run.runtime import Cluster, Runtime
 from posbench.run.shards import Shard, missing_shards
+from posbench.versions import install_hint
 
 POLL_SECONDS = 5.0
 """Between looks at a run that another process owns."""
@@ -251,7 +252,7 @@ def _submit_jobs(
         import submitit
         from submitit.core.utils import FailedJobError, FailedSubmissionError
     except ImportError as error:
-        hint = "python -m pip install 'posbench[cluster]'"
+        hint = install_hint("cluster")
         raise UserError(
             "runtime/cluster",
             cluster.kind,

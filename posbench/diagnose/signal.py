@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from posbench.late import torch
 from posbench.measure.replies import encode_prompt
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Estimate, difference

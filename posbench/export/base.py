@@ -13,6 +13,7 @@ from posbench.errors import UserError
 from posbench.late import Tensor, torch
 from posbench.methods.base import CheckpointChange, Method
 from posbench.model.lm import LM
+from posbench.versions import install_hint
 
 Prompts = Sequence[Sequence[int]]
 """Prompts as token ids."""
@@ -162,9 +163,7 @@ def find_format(name: str) -> Format:
             allowed = (
                 f"a format whose package is installed; {form.package} is not ({error})"
             )
-            raise UserError(
-                "--to", name, allowed, "pip install 'posbench[export]'"
-            ) from error
+            raise UserError("--to", name, allowed, install_hint("export")) from error
     return form
 
 

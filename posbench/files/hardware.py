@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from posbench.late import torch
+from posbench.late import has_torch, torch
 
 if sys.platform != "win32":
     import resource
@@ -22,6 +22,8 @@ def describe_hardware() -> str:
             if line.startswith("model name"):
                 processor = line.split(":", 1)[1].strip()
                 break
+    if not has_torch():
+        return processor
     instructions = torch.backends.cpu.get_cpu_capability()
     num_threads = torch.get_num_threads()
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
@@ -34,7 +36,9 @@ def describe_hardware() -> str:
 
 @cache
 def default_threads() -> int:
-    """Return torch's default number of CPU threads, before any run of this process set another."""
+    """Return torch's default number of CPU threads, before any run of this process set another; 1 without torch."""
+    if not has_torch():
+        return 1
     return int(torch.get_num_threads())
 
 
@@ -45,7 +49,7 @@ def peak_memory() -> dict[str, int]:
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         usage = resource.getrusage(resource.RUSAGE_SELF)
         peaks["resident"] = unit_bytes * usage.ru_maxrss
-    if torch.cuda.is_initialized():
+    if has_torch() and torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count())
         peaks["cuda"] = sum(torch.cuda.max_memory_allocated(i) for i in devices)
     return peaks

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from safetensors import SafetensorError, safe_open
-
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.sources import Source
-from posbench.late import F, PreTrainedModel, Tensor, nn, torch
+from posbench.late import F, PreTrainedModel, Tensor, nn, safetensors, torch
 from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.lm import LM
@@ -280,7 +278,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
     hint = _TRAIN_HINT.format(lm.name)
     try:
         gates = _read_gates(Path(paths.model_path(path)))
-    except (OSError, SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError) as error:
         allowed = f"a readable safetensors file ({error})"
         raise UserError(field, path, allowed, hint) from error
     routers = new_routers(lm.model, experts)
@@ -299,7 +297,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
 def _read_gates(file: Path) -> dict[int, dict[str, Tensor]]:
     """Return the weights of the routers in a safetensors file, by layer and parameter name."""
     gates: dict[int, dict[str, Tensor]] = {}
-    with safe_open(file, "pt") as tensors:
+    with safetensors.safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118, it is no mapping
             match = _TENSOR_NAME.search(name)
             if match:

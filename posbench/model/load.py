@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
-from safetensors import SafetensorError, safe_open
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
@@ -21,6 +20,7 @@ from posbench.late import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    safetensors,
     torch,
     transformers,
 )
@@ -28,6 +28,7 @@ from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES, Encoder
 from posbench.model.lm import LM
 from posbench.schema import NonNegative, Positive, Threads, Tokens, build
+from posbench.versions import install_hint
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -522,7 +523,7 @@ def load_without_weights(
     with _explained(config, target), torch.device("meta"):
         if folder:
             for name in sources.weight_files(folder):
-                with safe_open(folder / name, "pt"):
+                with safetensors.safe_open(folder / name, "pt"):
                     pass  # its header shows whether it is complete
         kernel = usable_kernel(checkpoint.facts, config.attention)
         model = transformers.AutoModelForCausalLM.from_config(
@@ -586,7 +587,7 @@ def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None
                 "model.attention", config.attention, allowed, hint
             ) from error
         reason = " ".join(str(error).split())[:200]
-        if not isinstance(error, OSError | ValueError | SafetensorError):
+        if not isinstance(error, OSError | ValueError | safetensors.SafetensorError):
             reason = f"{type(error).__name__}: {reason}"
         hint = f"set model.path=DIR to a local checkpoint ({reason})"
         raise UserError(
@@ -640,7 +641,7 @@ def usable_kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
         and not transformers.utils.is_flash_attn_2_available()
     ):
         allowed = "sdpa or eager on this machine (flash-attn is not installed)"
-        hint = "set model.attention=sdpa, or install the extra posbench[flash]"
+        hint = f"set model.attention=sdpa, or {install_hint('flash')}"
         raise UserError("model.attention", kernel, allowed, hint)
     if not getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return kernel

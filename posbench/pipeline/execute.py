@@ -17,7 +17,7 @@ from posbench.files.digests import Content, find_change
 from posbench.files.hardware import default_threads
 from posbench.files.parse import read_json
 from posbench.files.sources import Source, cached_path
-from posbench.late import torch
+from posbench.late import has_torch, torch
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.items import probe_items
@@ -291,6 +291,8 @@ def set_threads(config: Config) -> None:
 
     Rounding depends on them, so an earlier run of the process must not leave its own.
     """
+    if not has_torch():
+        return
     processes = config.runtime.workers if is_shardable(config) else 1
     torch.set_num_threads(threads(config) or max(default_threads() // processes, 1))
 

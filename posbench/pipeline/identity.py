@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +137,8 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "code": source_digest(_classes(config)),
         "data": short_hash(content_keys(read, "task"), DATA_DIGITS),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        "torch": versions.version_of("torch"),
+        "transformers": versions.version_of("transformers"),
     }
     if config.uses_model and not config.model.in_process:
         # Nothing is computed on this machine.

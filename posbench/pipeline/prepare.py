@@ -20,7 +20,7 @@ from posbench.files.digests import (
     read_contents,
 )
 from posbench.files.sources import Source, cached_path, local, need_reachable
-from posbench.late import transformers
+from posbench.late import has_torch, transformers
 from posbench.measure.replies import encode_longest, template_sources
 from posbench.model.encode import Encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
@@ -254,6 +254,8 @@ def _note_method_left_out(fit: FitToModel, chosen: str) -> None:
 
 def silence_transformers() -> None:
     """Keep transformers from printing bars and warnings: posbench reports the relevant ones itself."""
+    if not has_torch():
+        return
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.late import torch
+from posbench.late import has_torch, torch
 from posbench.run.folder import RowKey, RunDir
 from posbench.stats.outcomes import FAILED
 
@@ -337,7 +337,7 @@ def _row_key(row: Row, fields: Sequence[str]) -> RowKey:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether a forward failed for want of memory, on a GPU or a CPU."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if has_torch() and isinstance(error, torch.OutOfMemoryError):
         return True
     return "can't allocate memory" in str(error)
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from posbench.errors import Faults, SeveralErrors, UserError, near
 from posbench.files.parse import parse_json
+from posbench.late import datasets
 
 T = TypeVar("T")
 MAX_FAULTS = 10
@@ -249,11 +250,8 @@ def _rows(
     number = 0
     try:
         if kind == ".parquet":
-            # Slow to import, and needed by few tasks.
-            from datasets import Dataset, disable_progress_bars
-
-            disable_progress_bars()
-            dataset = Dataset.from_parquet(str(file))  # type: ignore[arg-type]
+            datasets.disable_progress_bars()
+            dataset = datasets.Dataset.from_parquet(str(file))  # type: ignore[arg-type]
             for number, row in enumerate(dataset, start=1):
                 yield number, dict(row)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.pool import ThreadPool
@@ -257,19 +256,6 @@ def test_messages_hold_the_prompt_that_is_left() -> None:
         system == {"role": "system", "content": "Be kind."}
         and user["content"] == "short"
     )  # type: ignore[index]
-
-
-def test_a_client_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with refused(
-        "model.base_url",
-        "http://h/v1",
-        allowed="openai",
-        hint=("pip install", "posbench[endpoint]"),
-    ):
-        Endpoint(ModelConfig(name="fake", base_url="http://h/v1"))
 
 
 def test_a_served_model_is_never_loaded_in_its_place() -> None:

@@ -34,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         check=True,
     )
-    (wheel,) = work.glob("posbench-*.whl")
+    (wheel,) = work.glob("positionbench-*.whl")
     subprocess.run(
         [
             *pip,
@@ -80,10 +80,10 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
         }
     assert not [*(package / "experiments").rglob("results")]
     assert not (package / "experiments" / "captions.csv").exists()
-    (wheel,) = installed.parent.glob("posbench-*.whl")
+    (wheel,) = installed.parent.glob("positionbench-*.whl")
     assert {
         name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()
-    } == {"posbench"}
+    } == {"posbench", "positionbench"}  # the package, and its metadata
 
 
 def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:

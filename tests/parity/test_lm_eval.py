@@ -468,7 +468,7 @@ def test_without_the_harness_the_line_says_what_to_install(
 ):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     assert main(["lm_eval", "--tasks", "pb_choice"]) == 2
-    assert "pip install 'posbench[lm_eval]'" in capsys.readouterr().err
+    assert "pip install 'positionbench[lm_eval]'" in capsys.readouterr().err
 
 
 def test_generation_without_numbers_is_refused() -> None:
