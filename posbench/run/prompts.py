@@ -131,7 +131,8 @@ class PromptBatcher:
 
     def rewrite(self, examples: Sequence[Example], method: Method) -> list[Example]:
         """Return the examples as a method asks them; see :func:`rewrite_examples`."""
-        return rewrite_examples(self.encoder, self.task, examples, method)
+        with doing(f"rewriting {len(examples):,} prompts for {method.short_name()}"):
+            return rewrite_examples(self.encoder, self.task, examples, method)
 
     def batches(
         self,
