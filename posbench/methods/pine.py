@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
 from posbench.late import F, PreTrainedModel, Tensor, sdpa, torch
@@ -12,7 +13,7 @@ from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.attention import masked_scores
 from posbench.model.hooks import AttentionFunction, intercepting_attention
-from posbench.model.items import BatchItems, Span, reading_items
+from posbench.model.items import BatchItems, Span, disjoint_spans, reading_items
 from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
 
@@ -147,17 +148,11 @@ def document_columns(items: Sequence[Span]) -> list[Span]:
     Text between two items belongs to the first of them, and so does a token that both share.
 
     Args:
-        items: Columns of every item, in any order; (0, 0) for one that was cut away.
+        items: Columns of every item, in any order; (0, 0) for one that was cut away, which may not be all.
     """
-    documents: list[Span] = []
-    for start, end in sorted(span for span in items if span != (0, 0)):
-        if documents:
-            first, last = documents[-1]
-            start = max(start, last)
-            documents[-1] = (first, start)
-        if start < end:
-            documents.append((start, end))
-    return documents
+    spans = disjoint_spans(items)
+    starts = [start for start, _ in spans]
+    return list(pairwise([*starts, spans[-1][1]]))
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,21 @@ def token_spans(offsets: Sequence[Span], items: Sequence[Span]) -> list[Span]:
     return spans
 
 
+def disjoint_spans(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of items in the order of the prompt; a token that two items share is the first one's alone.
+
+    Args:
+        spans: Tokens of every item; (0, 0) for one that was cut away, which is left out.
+    """
+    result: list[Span] = []
+    for start, end in sorted(span for span in spans if span != (0, 0)):
+        if result:
+            start = max(start, result[-1][1])
+        if start < end:
+            result.append((start, end))
+    return result
+
+
 @dataclass
 class ItemIndex:
     """Token spans of the items of prompts, found again by the tokens of a prompt.
