@@ -70,8 +70,8 @@ class CalibratedAttention(Method):
 
     @classmethod
     def example(cls, lm: LM) -> Self:
-        """The defaults; for a model without tokenizer a dummy of token 5, and a milder temperature."""
-        return cls() if lm.tokenizer else cls(dummy=5, temperature=1e-3)
+        """A milder temperature, at which rounding moves little, and a dummy that needs no tokenizer."""
+        return cls(temperature=0.01, dummy=5)
 
     def neutral(self) -> Self:
         """No layer changes."""
