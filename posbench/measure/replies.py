@@ -57,7 +57,7 @@ def encode_prompts(
     Raises:
         UserError: A prompt does not fit, or the cut takes the gold item away.
     """
-    forms = [_form(example) for example in examples]
+    forms = [render_form(example) for example in examples]
     whole = encoder.encode_whole([example.prompt for example in examples], forms)
     result = []
     for example, form, encoded in zip(examples, forms, whole, strict=True):
@@ -80,7 +80,7 @@ def encode_prompts(
     return result
 
 
-def _form(example: Example) -> dict[str, Any]:
+def render_form(example: Example) -> dict[str, Any]:
     """Return the arguments of :meth:`Encoder.render` for an example's prompt."""
     return {
         "chat": example.chat,
@@ -127,14 +127,14 @@ def encode_with_answer(
     encoder: Encoder, example: Example
 ) -> tuple[list[int], list[int]]:
     """Token ids of an example's prompt, uncut and in its form, and of the first answer after it."""
-    encoded = encoder.encode(example.prompt, **_form(example))
+    encoded = encoder.encode(example.prompt, **render_form(example))
     return encoded.ids, encoder.continuation_ids(encoded, example.answers[0])
 
 
 def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
     """Tokenise an example's prompt, however long it is."""
     unlimited: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
-    return unlimited.encode(example.prompt, **_form(example))
+    return unlimited.encode(example.prompt, **render_form(example))
 
 
 def encode_longest(

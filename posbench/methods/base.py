@@ -25,12 +25,14 @@ class Needs(NamedTuple):
         plain: Rotary embeddings whose angles follow from the base alone.
         by_hand: Attention through the library's functions, in front of which the method puts its own.
         items: Prompts whose items are known; see :func:`posbench.model.items.reading_items`.
+        full_attention: Layers that see the whole prompt: no sliding window below the context window.
     """
 
     rope: bool = False
     plain: bool = False
     by_hand: bool = False
     items: bool = False
+    full_attention: bool = False
 
 
 class CheckpointChange(NamedTuple):
@@ -184,6 +186,8 @@ class Method(ABC):
             )
         elif self.needs.by_hand:
             families.require_attention_interface(lm.model, name)
+        if self.needs.full_attention:
+            families.require_full_attention(lm.model, name, lm.context_window)
 
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.

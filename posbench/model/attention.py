@@ -51,23 +51,41 @@ def attention_weights(
     )
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    num_keys = scores.shape[-1]
-    minus_infinity = float("-inf")
-    # Made here: causal, within the sliding window, without padding.
-    if mask is None or mask.ndim != 4:
-        tokens = torch.arange(num_keys, device=query.device)
-        query_tokens = tokens[num_keys - query.shape[2] :][query_rows, None]
-        distance = query_tokens - tokens
-        hidden = (distance < 0) | (distance >= (sliding_window or num_keys))
-        if mask is not None:
-            hidden = hidden | ~mask[:, None, None, -num_keys:].bool()
-        scores = scores.masked_fill(hidden, minus_infinity)
-    elif mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask[:, :, query_rows, :num_keys], minus_infinity)
-    else:
-        scores = scores + mask[:, :, query_rows, :num_keys]
+    scores = masked_scores(scores, mask, query.shape[2], query_rows, sliding_window)
     # A sink takes a share of the attention and has no key.
     if s_aux is not None:
         sinks = s_aux.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     return scores.softmax(-1)
+
+
+def masked_scores(
+    scores: Tensor,
+    mask: Tensor | None,
+    num_queries: int,
+    query_rows: slice,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Scores of some queries as the mask of an attention function leaves them: -inf where a key is shut.
+
+    Args:
+        scores: [B, H, R, T].
+        mask: See :func:`attention_weights`.
+        num_queries: Tq, the newest of T tokens.
+        query_rows: R of the queries.
+        sliding_window: See :func:`attention_weights`.
+    """
+    num_keys = scores.shape[-1]
+    minus_infinity = float("-inf")
+    # Made here: causal, within the sliding window, without padding.
+    if mask is None or mask.ndim != 4:
+        tokens = torch.arange(num_keys, device=scores.device)
+        query_tokens = tokens[num_keys - num_queries :][query_rows, None]
+        distance = query_tokens - tokens
+        hidden = (distance < 0) | (distance >= (sliding_window or num_keys))
+        if mask is not None:
+            hidden = hidden | ~mask[:, None, None, -num_keys:].bool()
+        return scores.masked_fill(hidden, minus_infinity)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask[:, :, query_rows, :num_keys], minus_infinity)
+    return scores + mask[:, :, query_rows, :num_keys]

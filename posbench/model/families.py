@@ -169,6 +169,26 @@ def family_of_type(model_type: str | None) -> Family:
     raise UserError("model architecture", model_type, supported, hint)
 
 
+def require_full_attention(model: PreTrainedModel, name: str, tokens: int) -> None:
+    """Raise UserError for a model with layers that see only the newest tokens of a prompt.
+
+    Args:
+        model: The model.
+        name: Name of the method.
+        tokens: Tokens of a prompt at most.
+
+    Raises:
+        UserError: Some layers have a sliding window of fewer tokens.
+    """
+    config = text_config(model)
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window and window < tokens and "sliding_attention" in layer_types:
+        allowed = f"a model whose layers all see the whole prompt: this one has a sliding window of {window} tokens"
+        hint = "set method=scale_channel, or choose a model without a sliding window"
+        raise UserError("method", name, allowed, hint)
+
+
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The config of the language model, also inside a model that sees images."""
     return model.config.get_text_config()

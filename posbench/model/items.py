@@ -28,12 +28,14 @@ class ItemPrompt:
         items: Characters (start, end) of every item, in the order of the task's items.
         question: Characters of the question; None: not marked.
         orders: Permutations of the items that the data knows, see :class:`posbench.tasks.Example`.
+        form: How the model reads it: arguments of :meth:`posbench.model.encode.Encoder.render`.
     """
 
     text: str
     items: tuple[Span, ...]
     question: Span | None = None
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    form: Mapping[str, Any] = field(default_factory=dict)
 
     def item_text(self, index: int) -> str:
         """The text of an item."""
@@ -142,6 +144,21 @@ def token_spans(offsets: Sequence[Span], items: Sequence[Span]) -> list[Span]:
     return spans
 
 
+def disjoint_spans(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of items in the order of the prompt; a token that two items share is the first one's alone.
+
+    Args:
+        spans: Tokens of every item; (0, 0) for one that was cut away, which is left out.
+    """
+    result: list[Span] = []
+    for start, end in sorted(span for span in spans if span != (0, 0)):
+        if result:
+            start = max(start, result[-1][1])
+        if start < end:
+            result.append((start, end))
+    return result
+
+
 @dataclass
 class ItemIndex:
     """Token spans of the items of prompts, found again by the tokens of a prompt.
@@ -191,10 +208,14 @@ class BatchItems:
     Attributes:
         rows: For each row the tokens of every item, as indices into the padded row.
         width: Tokens of the padded prompts.
+        starts: For each row its first token behind the padding, as an index into the padded row.
+        past: Tokens that the cache held before the latest forward.
     """
 
     rows: list[list[Span]] = field(default_factory=list)
     width: int = 0
+    starts: list[int] = field(default_factory=list)
+    past: int = 0
 
 
 @contextmanager
@@ -215,15 +236,18 @@ def reading_items(lm: Any) -> Iterator[BatchItems]:
     def read(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         cache = kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length():
+        batch.past = 0 if cache is None else cache.get_seq_length()
+        if batch.past:
             return
         mask = kwargs.get("attention_mask")
         if mask is None:
             mask = torch.ones_like(ids)
         batch.width = ids.shape[1]
+        is_token = mask.bool().tolist()
+        batch.starts = [row_mask.index(True) for row_mask in is_token]
         batch.rows = [
-            _spans_in_row(lm, row, row_mask)
-            for row, row_mask in zip(ids.tolist(), mask.bool().tolist(), strict=True)
+            _spans_in_row(lm, row, start)
+            for row, start in zip(ids.tolist(), batch.starts, strict=True)
         ]
 
     # The base model is hooked: the decoder below it sees several rows where a method runs a prompt as several.
@@ -248,9 +272,8 @@ def probe_items(lm: Any, ids: Sequence[int]) -> Iterator[None]:
         lm.items = known
 
 
-def _spans_in_row(lm: Any, row: list[int], is_token: list[bool]) -> list[Span]:
-    """Token spans of the items of a left-padded row."""
-    padding = is_token.index(True)
+def _spans_in_row(lm: Any, row: list[int], padding: int) -> list[Span]:
+    """Token spans of the items of a row that is padded on the left by so many tokens."""
     spans = lm.items.find(row[padding:])
     if spans is None:
         value = f"{len(row) - padding} tokens"

@@ -213,8 +213,8 @@ def check_rope(
         allowed = f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
     elif getattr(module, _BUSY, None) == "by hand":
         # Rotating by hand would rotate twice.
-        allowed = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)"
-        hint = "put ms_poe or moice last in the list"
+        allowed = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice, pine)"
+        hint = "put ms_poe, moice or pine last in the list"
     elif by_hand and not family.interface:
         allowed = f"a family that uses the attention functions of transformers; {family.name} does not"
     else:
@@ -371,7 +371,11 @@ class HandRotation:
         query_positions: Positions of the queries, [B, T].
         key_positions: Positions of the keys, [B, S].
         call: The evaluation of the rotary embedding, for tables at any positions and base.
-        attend: The kernel, from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d].
+        value: Values of all tokens, [B, G, S, d].
+        mask: The kernel's mask, see :func:`posbench.model.attention.attention_weights`.
+        settings: The kernel's other arguments, among them ``scaling``.
+        attend: The kernel, from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d]; of the last
+            query alone where these are its [B, H, 1, d].
         last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
         memory: Data that the function stored at the cache's last step in this layer; empty at a prompt.
         unchanged: Whether the cached keys are unchanged since that step: false after a beam search has reordered its
@@ -385,6 +389,9 @@ class HandRotation:
     query_positions: Tensor
     key_positions: Tensor
     call: RotaryCall
+    value: Tensor
+    mask: Tensor | None
+    settings: Mapping[str, Any]
     attend: Callable[[Tensor, Tensor], Tensor]
     last_row: Callable[[Tensor, Tensor], Tensor]
     memory: dict[str, Any]
@@ -552,9 +559,12 @@ class _HandAttention:
             ungrouped: AbstractContextManager[None] = nullcontext()
             if groups > 1:
                 ungrouped = replace_attribute(module, "num_key_value_groups", 1)
+            query_mask = mask
+            if mask is not None and mask.ndim == 4:
+                query_mask = mask[:, :, -rotated_query.shape[2] :]
             with ungrouped:
                 output, weights = following(
-                    module, rotated_query, rotated_key, values, mask, **settings
+                    module, rotated_query, rotated_key, values, query_mask, **settings
                 )
             return output
 
@@ -568,6 +578,9 @@ class _HandAttention:
                 query_positions=positions[:, -query.shape[2] :],
                 key_positions=positions[:, -key.shape[2] :],
                 call=step.call,
+                value=value,
+                mask=mask,
+                settings=settings,
                 attend=kernel,
                 last_row=lambda q, k: last_query_weights(q, k, mask, **settings),
                 memory=step.memory,

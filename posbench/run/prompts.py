@@ -8,7 +8,12 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.measure.items import item_tokens
-from posbench.measure.replies import BatchShape, encode_prompts, plan_batches
+from posbench.measure.replies import (
+    BatchShape,
+    encode_prompts,
+    plan_batches,
+    render_form,
+)
 from posbench.methods import Method
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.items import ItemPrompt
@@ -19,7 +24,13 @@ from posbench.tasks import Example, Task
 
 def item_prompt(example: Example) -> ItemPrompt:
     """Return the prompt of an example as a method sees it that rewrites prompts."""
-    return ItemPrompt(example.prompt, example.items, example.question, example.orders)
+    return ItemPrompt(
+        example.prompt,
+        example.items,
+        example.question,
+        example.orders,
+        render_form(example),
+    )
 
 
 def rewrite_examples(
@@ -120,7 +131,8 @@ class PromptBatcher:
 
     def rewrite(self, examples: Sequence[Example], method: Method) -> list[Example]:
         """Return the examples as a method asks them; see :func:`rewrite_examples`."""
-        return rewrite_examples(self.encoder, self.task, examples, method)
+        with doing(f"rewriting {len(examples):,} prompts for {method.short_name()}"):
+            return rewrite_examples(self.encoder, self.task, examples, method)
 
     def batches(
         self,

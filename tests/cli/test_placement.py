@@ -92,6 +92,8 @@ def answers(lm: LM) -> dict[str, Any]:
     prompts = [[5, 6, 7, 8, 9, 10, 11] * 5, [3, 4, 5]]
     fixed: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     out = {}
+    lm.items.add(prompts[0], [(2, 9), (9, 15)])
+    lm.items.add(prompts[1], [(0, 1), (1, 2)])
     for name, method in applicable_methods(
         lm, ALL, lambda choice: choice.cls.example(lm)
     ).items():

@@ -261,6 +261,7 @@ def test_methods_on_a_model_whose_modules_accelerate_serves(name: str) -> None:
 
     def logits(model: Any) -> torch.Tensor:
         lm = load(model)
+        lm.items.add(range(5, 40), [(2, 9), (9, 15)])
         with all_choices([paths.CONF], {})[name].cls.example(lm).applied(lm):
             return lm.logits(torch.arange(5, 40)[None])
 

@@ -26,9 +26,27 @@ METHODS = config_of(
 ).all_methods
 
 
+def has_window(lm) -> bool:
+    """Whether a layer of a model sees only the newest tokens: its own mask shuts the first one."""
+    shut = []
+
+    def listen(module, query, key, value, mask, *, following, **settings):
+        window = settings.get("sliding_window") or getattr(
+            module, "sliding_window", None
+        )
+        shut.append(window is not None and window < key.shape[2])
+        return following(module, query, key, value, mask, **settings)
+
+    with intercepting_attention(lm.model, listen):
+        lm.logits(torch.arange(6, 46)[None])
+    return any(shut)
+
+
 def applies(needs, lm) -> bool:
     """Whether a model has what a method needs."""
     if needs.by_hand and not families.family_of(lm.model).interface:
+        return False
+    if needs.full_attention and has_window(lm):
         return False
     if not (needs.rope or needs.plain):
         return True

@@ -57,7 +57,7 @@ class Precision(Study):
         errors: list[Row] = []
         drifts: list[Row] = []
         with run.progress("weight types", 1 + len(self.dtypes)) as advance:
-            lm = _load(run, "float64")
+            lm = _load(run, "float64", prompts)
             # The reference: float64, one prompt at a time.
             exact = {
                 name: next_logits(lm, method, prompts, 1)
@@ -65,7 +65,7 @@ class Precision(Study):
             }
             advance(1)
             for dtype in self.dtypes:
-                lm = _load(run, dtype)
+                lm = _load(run, dtype, prompts)
                 for name, method in methods.items():
                     logits = {
                         size: next_logits(lm, method, prompts, size)
@@ -103,15 +103,22 @@ class Precision(Study):
         return {"errors": (errors_figure(tables["errors"]), caption)}
 
 
-def _load(run: Run, dtype: Dtype) -> LM:
-    """Load the run's model once more, with weights of another dtype."""
+def _load(run: Run, dtype: Dtype, prompts: Sequence[Sequence[int]]) -> LM:
+    """Load the run's model once more, with weights of another dtype.
+
+    A method that reads items gets the first two thirds of each prompt, a third for each of two.
+    """
     runtime = run.runtime
-    return load(
+    lm = load(
         replace(run.model, dtype=dtype),
         device=runtime.device,
         device_map=runtime.device_map,
         max_memory=runtime.max_memory,
     )
+    for prompt in prompts:
+        third = len(prompt) // 3
+        lm.items.add(prompt, [(0, third), (third, 2 * third)])
+    return lm
 
 
 @guarded
