@@ -18,6 +18,7 @@ from posbench.files.atomic import Row, round_values
 from posbench.late import Axes, Figure, pd
 from posbench.measure.influence import FIXED_SHARES, influence
 from posbench.measure.replies import encode_longest, encode_prompt
+from posbench.model.items import Span
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -262,13 +263,15 @@ def _influence_rows(prompts: Prompts, batch: Sequence[Example]) -> list[Row]:
 
     Returns:
         A row for each prompt: ``tokens`` (n), ``lambdas`` [L], and by kind of influence a list of entries, one for each
-        of :data:`SHARES`: ``first`` and ``last`` (weights of these tokens), ``items`` (weight per token of each item
-        relative to the mean of those that are not gold) and, of rollouts, :data:`DISTANCES` to the gradient.
+        of :data:`SHARES`: ``first`` and ``last`` (weights of these tokens), ``items`` (weight of each item relative to
+        the mean of those that are not gold) and, of rollouts, :data:`DISTANCES` to the gradient.
     """
     rows = []
     for example in batch:
-        ids = prompts.encoded[example.id].ids
-        layout = _Layout(len(ids), prompts.tokens[example.id], example.gold_positions)
+        encoded = prompts.encoded[example.id]
+        ids = encoded.ids
+        owners = token_owners(example.prompt, encoded.offsets, example.items)
+        layout = _Layout(owners, len(example.items), example.gold_positions)
         found = influence(prompts.run.lm, ids, layout.targets())
         row: Row = {"tokens": len(ids), "lambdas": round_values(found.shares)}
         for kind in ROLLOUTS:
@@ -282,19 +285,46 @@ def _influence_rows(prompts: Prompts, batch: Sequence[Example]) -> list[Row]:
     return rows
 
 
+def token_owners(
+    prompt: str, offsets: Sequence[Span], items: Sequence[Span]
+) -> NDArray[np.int64]:
+    """Return the item that each token belongs to, [n]; -1 for none.
+
+    A token belongs to the item in which its first character stands, spaces aside, so that no token counts twice.
+
+    Args:
+        prompt: The prompt, before any chat template.
+        offsets: Characters (start, end) of each token in it; empty spans for tokens of the template.
+        items: Characters (start, end) of each item.
+    """
+    owners = np.full(len(offsets), -1)
+    for token, (start, end) in enumerate(offsets):
+        text = prompt[start:end]
+        first = end - len(text.lstrip())
+        for item, (item_start, item_end) in enumerate(items):
+            if item_start <= first < min(item_end, end):
+                owners[token] = item
+    return owners
+
+
 @dataclass(frozen=True)
 class _Layout:
     """What influence on a prompt is summed over: first token, last token, items, parts of all that is between the two.
 
     Attributes:
-        length: Tokens of the prompt.
-        spans: Tokens of each item, as (first, last + 1); (0, 0) if it was cut away.
+        owners: Item that each token belongs to, [n]; -1 for none.
+        num_items: Items of the prompt; one that was cut away owns no token.
         gold: Items that are asked for.
     """
 
-    length: int
-    spans: Sequence[tuple[int, int]]
+    owners: NDArray[np.int64]
+    num_items: int
     gold: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.owners)
 
     @property
     def parts(self) -> list[NDArray[np.int64]]:
@@ -303,23 +333,19 @@ class _Layout:
         return np.array_split(inner, min(MAX_PARTS, len(inner)))
 
     def targets(self) -> Array:
-        """Weight of each token in the first token, the last one, each item (a mean) and each part (a sum), [n, C].
-
-        The first token, often an attention sink, counts for no item, also where it holds an item's first character.
-        """
+        """1 where a token is in the first token, the last one, each item, each part, in this order, else 0; [n, C]."""
         indicator = np.eye(self.length)
         columns = [indicator[0], indicator[-1]]
-        for start, end in self.spans:
-            start = max(start, 1)
-            columns.append(indicator[start:end].sum(0) / max(end - start, 1))
+        for item in range(self.num_items):
+            columns.append((self.owners == item).astype(float))
         columns += [indicator[tokens].sum(0) for tokens in self.parts]
         return np.stack(columns, axis=1)
 
     def entry(self, weights: Array) -> Row:
         """The weights [C] of first token, last token and, relative to the mean of those not asked for, of the items."""
         first, last = weights[:2]
-        items = weights[2 : 2 + len(self.spans)].copy()
-        items[[end == 0 for _, end in self.spans]] = np.nan
+        items = weights[2 : 2 + self.num_items].copy()
+        items[~np.isin(np.arange(self.num_items), self.owners)] = np.nan
         others = np.delete(items, list(self.gold))
         mean = np.nanmean(others)
         relative = items / mean if mean > 0 else np.full(len(items), np.nan)
@@ -333,7 +359,7 @@ class _Layout:
         """:data:`DISTANCES` of two influences, [C] each, in tokens; ``inner`` ones without the first and the last."""
         places = np.array([tokens.mean() for tokens in self.parts])
         places = np.array([0, *places, self.length - 1]) / (self.length - 1)
-        first_part = 2 + len(self.spans)
+        first_part = 2 + self.num_items
         a, b = ([w[0], *w[first_part:], w[1]] for w in (weights, others))
         values = []
         for chosen in (slice(None), slice(1, -1)):

@@ -63,21 +63,49 @@ def test_text_in_front_moves_all_spans() -> None:
 # What is summed over
 
 
+def test_a_token_belongs_to_the_item_in_which_it_begins() -> None:
+    prompt = 'So: {"a": "bc", "d": "e"} ?'
+    items = [(5, 14), (16, 24), (0, 0)]
+    pieces = [
+        "So",
+        ":",
+        ' {"',
+        "a",
+        '":',
+        ' "',
+        "bc",
+        '",',
+        ' "',
+        "d",
+        '": "',
+        "e",
+        '"}',
+    ]
+    offsets, start = [(0, 0)], 0  # a token of a template
+    for piece in pieces:
+        offsets.append((start, start + len(piece)))
+        start += len(piece)
+    offsets.append((start, start + 1))  # a space alone
+    owners = study.token_owners(prompt, offsets, items)
+    assert owners.tolist() == [-1, -1, -1, -1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, -1]
+
+
 @pytest.mark.parametrize("length", [40, 300])
 def test_layout_of_a_prompt(length: int) -> None:
-    """Items as means, other columns as sums that cover each token once; distances by token, or by part if longer."""
-    spans = [(0, 7), (7, 10), (0, 0), (20, 28)]
-    layout = study._Layout(length, spans, (1,))
+    """Sums over tokens, each of which is in one part; distances by token, or by part in a longer prompt."""
+    owners = np.full(length, -1)
+    owners[1:7], owners[7:10], owners[20:28] = 0, 1, 3
+    layout = study._Layout(owners, 4, (1,))
     targets = layout.targets()
-    parts = targets[:, 2 + len(spans) :]
+    parts = targets[:, 6:]
     assert parts.shape[1] == min(length - 2, study.MAX_PARTS)
     whole = targets[:, 0] + targets[:, 1] + parts.sum(1)
     assert (whole == 1).all() and targets[0, 0] == targets[-1, 1] == 1
 
     a, b = np.random.default_rng(length).dirichlet(np.full(length, 0.3), size=2)
     entry = layout.entry(a @ targets)
-    per_token = [a[1:7].mean(), a[7:10].mean(), np.nan, a[20:28].mean()]
-    wanted = np.array(per_token) / np.mean([per_token[0], per_token[3]])
+    sums = [a[1:7].sum(), a[7:10].sum(), np.nan, a[20:28].sum()]
+    wanted = np.array(sums) / np.mean([sums[0], sums[3]])
     assert entry["items"] == pytest.approx(wanted, rel=1e-5, nan_ok=True)
     assert entry["first"] == pytest.approx(a[0], rel=1e-5)
     assert entry["last"] == pytest.approx(a[-1], rel=1e-5)
@@ -96,7 +124,8 @@ def test_layout_of_a_prompt(length: int) -> None:
 
 
 def test_layout_where_nothing_is_left_for_the_items() -> None:
-    layout = study._Layout(12, [(2, 4), (5, 7)], (0,))
+    owners = np.array([-1, -1, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1])
+    layout = study._Layout(owners, 2, (0,))
     sink = np.eye(12)[0] @ layout.targets()
     assert np.isnan(layout.entry(sink)["items"]).all()
     distances = layout.distances(sink, np.full(12, 1 / 12) @ layout.targets())
@@ -122,8 +151,8 @@ def test_tables_of_a_run(posbench: Callable[..., Result], outputs: Path) -> None
     plain = shares[shares["front"] == "none"].sort_values("layer")["lambda"]
     layers = [masks.uniform(masks.causal(n))] * len(plain)
     row = residual.rollout(layers, plain)[-1][-1]
-    # An item is two words and the marks before, between and behind; the first token counts for none.
-    items = np.array([row[max(4 * i, 1) : 4 * i + 5].mean() for i in range(12)])
+    # An item is two words and the marks between and behind, whose first character closes it.
+    items = row[1 : 4 * 12 + 1].reshape(12, 4).sum(1)
     table = tables["structure_items"]
     is_plain = (table["front"] == "none") & ~table["gold"]
     of_structure = table[
