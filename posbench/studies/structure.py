@@ -376,7 +376,7 @@ class _Layout:
 
 
 def _entries(frame: pd.DataFrame) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
-    """Yield the entries of :func:`_influence_row` by front, kind and share: ``first``, ``last``, ``items``, distances.
+    """Yield the entries of :func:`_influence_rows` by front, kind and share: ``first``, ``last``, ``items``, distances.
 
     Each frame also has the columns gold_position and cluster.
     """
