@@ -97,6 +97,7 @@ STUDIES = {
     "rope_curves": f"{KV} study.prompts=6",
     "score_map": "study.samples=20 study.tokens=16",
     "scorers": "study.data={data}/scored",
+    "structure": f"{KV} study.examples=3 study.prompts=6",
     "synthetic_training": "study.iterations=40 study.seeds=1 study.processes=1 study.trainings=trainings",
 }
 LEFT_OUT = {

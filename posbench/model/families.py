@@ -49,6 +49,8 @@ class Family:
     interface: bool = True
     # projects the heads' outputs; read without ``interface``
     output: str = "o_proj"
+    # attribute of a decoder layer that normalises the attention's output before it is added to the stream
+    output_norm: str | None = None
     # whether its masks of booleans are true where a key is shut
     shut_is_true: bool = False
     # whether its mask holds the ALiBi bias, which eager attention then adds a second time
@@ -69,14 +71,18 @@ FAMILIES = (
     Family(name="Qwen1.5, Qwen2, Qwen2.5", model_types=("qwen2",), traits="biases, YaRN"),
     Family(name="Qwen3", model_types=("qwen3", "qwen3_moe"), traits="experts (MoE)", key_norm="k_norm"),
     Family(name="Gemma 1", model_types=("gemma",), traits="head size independent of hidden size / heads"),
-    Family(name="Gemma 2", model_types=("gemma2",), traits="logit soft-cap, every other layer sliding"),
+    Family(
+        name="Gemma 2", model_types=("gemma2",), traits="logit soft-cap, every other layer sliding",
+        output_norm="post_attention_layernorm",
+    ),
     Family(
         name="Gemma 3 (text)", model_types=("gemma3_text",), key_norm="k_norm",
-        traits="local and global RoPE",
+        traits="local and global RoPE", output_norm="post_attention_layernorm",
     ),
     Family(
         name="Gemma 3 (with vision, text prompts)", model_types=("gemma3",), key_norm="k_norm",
         traits="local and global RoPE; images are not read", layers="model.language_model.layers",
+        output_norm="post_attention_layernorm",
     ),
     Family(
         name="Phi-3, Phi-3.5, Phi-4", model_types=("phi3",), query="qkv_proj", key="qkv_proj", fused="blocks",
@@ -98,7 +104,7 @@ FAMILIES = (
     ),
     Family(
         name="OLMo 2", model_types=("olmo2",), traits="norms after the blocks", key_norm="k_norm",
-        norm_over="projection",
+        norm_over="projection", output_norm="post_attention_layernorm",
     ),
     Family(
         name="SmolLM3", model_types=("smollm3",), traits="some or all layers without RoPE",
@@ -245,6 +251,17 @@ def site_modules(model: PreTrainedModel, site: Site) -> list[nn.Module]:
     return (
         attention_modules(model) if site == "attention_input" else decoder_layers(model)
     )
+
+
+def attention_output_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules, one per layer, whose output is what attention adds to the residual stream.
+
+    A module's output may be a tuple that begins with it.
+    """
+    norm = family_of(model).output_norm
+    if norm is None:
+        return attention_modules(model)
+    return [getattr(layer, norm) for layer in decoder_layers(model)]
 
 
 def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -229,6 +229,7 @@ JOBS = {
         "study.repeats=1",
         timed=(*TIMES, "share", "value", "verdict"),
     ),
+    **_study("structure", *FEW, *PROMPTS, "study.prompts=6"),
     **_study(
         "synthetic_results",
         "study.trainings={root}/trainings",
