@@ -17,7 +17,7 @@ from posbench.stats.findings import Finding
 from posbench.tasks import Example, Task
 
 if TYPE_CHECKING:
-    from posbench.plots.section import Drawn
+    from posbench.plots.section import Drawn, Section
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
 
@@ -82,4 +82,17 @@ class Study(ABC):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Verdicts on the paper's claims, from the tables."""
+        return ()
+
+    def answer(self, tables: Tables) -> str:
+        """The result in sentences, from the tables; empty: how the claims fared says it."""
+        return ""
+
+    def sections(self, tables: Tables, figures: Drawn) -> Sequence[Section]:
+        """Parts of the page that come before the claims, from the tables.
+
+        Args:
+            tables: The tables as read back.
+            figures: All :meth:`figures`; those that no section takes stand with the claims.
+        """
         return ()
