@@ -52,7 +52,7 @@ from posbench.studies.probes import (
 )
 from posbench.tasks import Example, Task
 from posbench.tasks.base import num_questions
-from posbench.tasks.items import GoldPositionTask
+from posbench.tasks.items import GoldPositionTask, positions_in_fewer_items
 from posbench.tasks.scorers import WHOLE_REPLY
 
 SOURCE = "Liu et al. 2023"
@@ -176,7 +176,8 @@ class LostInTheMiddle(Study):
             fixed["path"] = str(task.place())
         settings = []
         for items in self._sizes(task):
-            sized = replace(task, **fixed, **{field: items})
+            positions = positions_in_fewer_items(task.positions, task.items, items)
+            sized = replace(task, **fixed, **{field: items}, positions=positions)
             examples = sized.evaluation()
             if _fits(encoder, sized, examples):
                 name = f"{items} {field}"
@@ -448,12 +449,13 @@ class Replies:
         task = self._run.task
         assert isinstance(task, GoldPositionTask), "another task was refused"
         field = task.sizes[0]
-        reason = f"task.{field}={task.items}"
+        reason = f"above task.{field}={task.items}, which you or the budget chose"
         most = max(s.items or 0 for s in self._settings)
         largest = max(self._longest(s.name) for s in self._settings)
-        beside = self._longest(CLOSED_BOOK)
+        alone = self._longest(GOLD_ALONE)
         # Items are about equally long.
-        expected = beside + (largest - beside) * items / most + task.max_new_tokens
+        per_item = (largest - alone) / (most - 1)
+        expected = alone + per_item * (items - 1) + task.max_new_tokens
         if not expected <= self._window and not math.isnan(expected):
             reason = (
                 f"prompt and reply would take up to about {expected:,.0f} tokens, and the window of "
@@ -617,7 +619,8 @@ def judge_claims(tables: Tables) -> list[Finding]:
     Args:
         tables: ``verdicts`` and ``effects``, as read back.
     """
-    effects = tables["effects"].fillna({"note": ""})
+    effects = tables["effects"]
+    effects = effects.assign(note=effects["note"].astype(object).fillna(""))
     verdicts = tables["verdicts"]
     names = dict(zip(verdicts["items"], verdicts["setting"], strict=True))
     is_asked = verdicts["verdict"] != LEFT_OUT

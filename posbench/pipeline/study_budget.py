@@ -176,8 +176,9 @@ def plan_study(
     """Choose the sizes of a study for its budget.
 
     A study does more than read: hooks, attention maps, statistics. So it is run once at small sizes, in a folder that
-    is thrown away, and the ratio of its time to reading alone is taken to hold at larger sizes. A study that asks a
-    server stops at the budget itself: its sizes may be larger, as replies may be shorter than expected.
+    is thrown away, and the ratio of its time to reading alone is taken to hold at larger sizes. A study that looks at
+    replies alone does no more than an evaluation: it needs no trial, and stops at the budget itself, so that more
+    questions are planned than are expected to fit.
 
     Args:
         config: The run, with a budget.
@@ -231,6 +232,13 @@ def plan_study(
             raise _too_small(config, needed, suggested_budget(seconds))
         return chosen
 
+    if config.study and config.study.asks_only:
+        spent = seconds_spent()
+        chosen = choose_within(spent, 1.0)
+        expected = spent + chooser.cost(*chosen, reading_seconds)
+        plan = _plan(chooser, _overplanned(chooser, chosen), expected)
+        plan = replace(plan, settings={**precision, **plan.settings}, note=note)
+        return replace(plan, operation=speed.operation, step=speed.step), run
     # First with an assumed ratio, then with that of a trial.
     chosen = choose_within(seconds_spent(), FIRST_TIME_RATIO)
     # The trial itself takes time, which is then no longer available.
