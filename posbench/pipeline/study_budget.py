@@ -206,7 +206,9 @@ def plan_study(
             chosen = _overplanned(chooser, chosen)
         return _plan(chooser, chosen, None), None
     if reader is None:
-        return _plan_served(config, watch, budget.seconds), None
+        spent = watch.seconds + watch.report_seconds(budget.seconds)
+        price = served_seconds(config)
+        return _plan_asking(config, None, price, spent, budget.seconds), None
     StudyChooser(config, reader)  # before anything is timed
     precision, note = choose_precision(config, reader)
     config = with_settings(config, precision)
@@ -233,10 +235,7 @@ def plan_study(
         return chosen
 
     if config.study and config.study.asks_only:
-        spent = seconds_spent()
-        chosen = choose_within(spent, 1.0)
-        expected = spent + chooser.cost(*chosen, reading_seconds)
-        plan = _plan(chooser, _overplanned(chooser, chosen), expected)
+        plan = _plan_asking(config, reader, reading_seconds, seconds_spent(), total)
         plan = replace(plan, settings={**precision, **plan.settings}, note=note)
         return replace(plan, operation=speed.operation, step=speed.step), run
     # First with an assumed ratio, then with that of a trial.
@@ -260,28 +259,38 @@ def plan_study(
     return plan, run
 
 
-def _plan_served(config: Config, watch: Stopwatch, total: float) -> BudgetPlan:
-    """Choose the sizes of a study of a served model for a budget of time, by the speed that the probe measured.
+def _plan_asking(
+    config: Config,
+    reader: CheckpointReader | None,
+    price: Price,
+    spent: float,
+    total: float,
+) -> BudgetPlan:
+    """Choose the sizes of a study that looks at replies alone, for a budget of time.
+
+    Where nothing fits with replies of full length, sizes that fit with replies of one token are chosen: most replies
+    end early, and the run stops at the budget in any case.
 
     Args:
         config: The run, with a budget.
-        watch: Measures this session.
+        reader: Its model without weights; None for a served one.
+        price: Seconds that work takes.
+        spent: Seconds that are spent, or reserved for the report.
         total: Seconds of the budget.
 
     Raises:
         UserError: The budget is too small.
     """
-    chooser = StudyChooser(config, None)
-    price = served_seconds(config)
-    spent = watch.seconds + watch.report_seconds(total)
-    chosen = chooser.choose(price, USED_SHARE * (total - spent))
-    if chosen is None:
-        seconds = spent + chooser.least(price) / USED_SHARE
-        raise _too_small(
-            config, f"about {duration(seconds)}", suggested_budget(seconds)
-        )
-    expected = spent + chooser.cost(*chosen, price)
-    return _plan(chooser, _overplanned(chooser, chosen), expected)
+    one_token = with_settings(config, {"task.max_new_tokens": 1})
+    least = 0.0
+    for asked in (config, one_token):
+        chooser = StudyChooser(asked, reader)
+        chosen = chooser.choose(price, USED_SHARE * (total - spent))
+        if chosen:
+            expected = spent + chooser.cost(*chosen, price)
+            return _plan(chooser, _overplanned(chooser, chosen), expected)
+        least = spent + chooser.least(price) / USED_SHARE
+    raise _too_small(config, f"about {duration(least)}", suggested_budget(least))
 
 
 def _overplanned(

@@ -32,7 +32,8 @@ class Study(ABC):
         uses_method: Whether it applies the run's method itself. Otherwise the whole study runs inside the typed
             method, or on the unmodified model if none was typed.
         all_methods: Whether it measures every method of ``run.all_methods``, and takes none.
-        asks_only: Whether it looks at replies alone, so that a model behind a server will do.
+        asks_only: Whether it looks at replies alone, so that a model behind a server will do; it then ends at the run's
+            deadline and spending by itself.
         text_lengths: Fields with the tokens of a text, which the context window bounds.
         smallest: Fields that a budget may lower, each with the least that it leaves; its :meth:`workload` follows them.
     """
