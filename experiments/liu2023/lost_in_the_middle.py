@@ -237,10 +237,16 @@ class LostInTheMiddle(Study):
         prompts = sum(len({e.gold_position for e in s.examples}) for s in settings)
         sizes = ", ".join(str(s.items) for s in settings if s.items)
         field = getattr(run.task, "sizes", ("items",))[0]
+        points = 100 * detectable_difference(questions, 1)
+        told = "too few to detect any difference between two gold positions"
+        if points < 100:
+            told = (
+                f"so many detect a difference of about {points:.0f} points between two gold positions, where one "
+                "answer in ten changes"
+            )
         message = (
             f"{questions} questions, each in {prompts} prompts: {sizes} {field}, {', '.join(BASELINES.values())}; "
-            f"so many detect a difference of about {100 * detectable_difference(questions, 1):.0f} points between two "
-            "gold positions (where one answer in ten changes)"
+            f"{told}"
         )
         run.console.print(message, soft_wrap=True, markup=False, highlight=False)
 
@@ -755,11 +761,14 @@ def describe_result(tables: Tables) -> str:
     texts += _reading_differences(verdicts, main)
     first = verdicts[verdicts["reading"] == main]
     spread = first["detectable"].max()
+    questions = int(first["n"].max() // _num_positions(shown))
+    asked = "1 question" if questions == 1 else f"{questions:,} questions"
+    told = "too few to tell anything"
     if not pd.isna(spread):
-        questions = int(first["n"].max() // _num_positions(shown))
-        texts.append(
-            f"{questions:,} questions: less than {100 * spread:.0f} points between ends and middle may be missed."
+        told = (
+            f"less than {100 * spread:.0f} points between ends and middle may be missed"
         )
+    texts.append(f"{asked}: {told}.")
     for row in verdicts[verdicts["verdict"] == LEFT_OUT].to_dict("records"):
         texts.append(f"Left out: {row['setting']} ({row['reason']}).")
     return " ".join(texts)

@@ -30,6 +30,7 @@ from posbench.report.folder import (
 from posbench.report.paper import paper_sections, reference_text
 from posbench.report.text import (
     MAX_LISTED,
+    count_verdicts,
     describe_costs,
     describe_method,
     describe_prompts,
@@ -183,10 +184,11 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         delivery = open_run_dir(folder).facts(PROVENANCE).get("delivery")
         return headline(metrics, delivery), sections
     answer = (read_json(folder / "study.json") or {}).get("answer", "")
-    if findings is not None:
-        return " ".join(filter(None, [answer, study_answer(findings)])), sections
     if answer:
-        return answer, sections
+        counts = count_verdicts(findings) if findings is not None else ""
+        return f"{answer} {counts}".strip(), sections
+    if findings is not None:
+        return study_answer(findings), sections
     # Neither scores nor claims: times, or the gain of a search.
     return describe_measurements(folder) or headline(None), sections
 

@@ -474,8 +474,10 @@ def test_lengths_above_the_window_are_left_out_with_their_tokens(
 def test_where_none_fits_there_are_as_many_as_fit(
     posbench: Call, outputs: Path
 ) -> None:
-    result = posbench(*KV, *ON_TINY, "task.limit=2", "study.items=[40]")
+    result = posbench(*KV, *ON_TINY, "task.limit=1", "study.items=[40]")
     assert result.status == 0, result.err
+    answer = json.loads((only_folder(outputs) / "study.json").read_text())["answer"]
+    assert "1 question: too few" in answer
     settings = [row["setting"] for row in table_of(only_folder(outputs), "verdicts")]
     assert settings == ["20 pairs", "40 pairs"]
 
