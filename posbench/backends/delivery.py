@@ -53,6 +53,9 @@ NAMING_LENGTHS = (0.8, 1.5)
 """Lengths, as shares of the limit, of a text that arrives whole and of one that does not."""
 ROW_SHARE = 0.9
 """Share of the expected tokens of a prompt below which its row is checked."""
+SHORT_PROMPT_TOKENS = 64
+"""Expected tokens up to which a prompt is taken for whole: no server shortens it, and a few tokens of its template, or
+unusual words, are a large share of its count."""
 SURE_ROWS = 3
 """Shortened prompts after which further rows are no longer checked."""
 
@@ -477,6 +480,8 @@ class RowCheck:
         if not tokens or self._per_character is None:
             return True
         expected = self._overhead + self._per_character * len(text)
+        if expected <= SHORT_PROMPT_TOKENS:
+            return True
         with self._lock:
             if tokens >= self._share * expected:
                 return True

@@ -73,7 +73,6 @@ def apply_budget(
         set_threads(config)
         with doing("choosing sizes for the budget"):
             if config.study:
-                assert prepared.reader is not None, "other studies were refused"
                 plan, timed = plan_study(config, prepared.reader, console, watch)
             else:
                 plan, timed = plan_run(config, prepared.reader, console, watch)

@@ -28,7 +28,11 @@ from posbench.model.precision import bfloat16_speedup, has_bfloat16
 from posbench.pipeline.config import Config, Stage
 from posbench.pipeline.estimate import estimate_run, measure_speed
 from posbench.pipeline.prepare import build_run
-from posbench.pipeline.served import ASSUMED_TOKENS_PER_CHARACTER, estimate_served
+from posbench.pipeline.served import (
+    ASSUMED_TOKENS_PER_CHARACTER,
+    asked_examples,
+    estimate_served,
+)
 from posbench.run.base import Run
 from posbench.run.budget import Budget, Stopwatch, half_width, money, price_of
 from posbench.run.cost import Costs, Speed, WorkEstimate
@@ -715,10 +719,9 @@ def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
     """Return the estimated work of a served run; nothing is known of the attention that the server computes."""
     assert config.server is not None, "a budget asks the server first"
     estimate = estimate_served(config, config.server, encoder)
-    num_methods = len(config.method_under_test().methods())
-    prompts = num_methods * len(config.task.evaluation())
+    prompts = len(asked_examples(config, encoder))
     return WorkEstimate(
-        "evaluate",
+        "study" if config.study else "evaluate",
         prompts=prompts,
         tokens=estimate.read,
         computed_tokens=estimate.read,

@@ -287,10 +287,13 @@ def _estimate_passes(
     encoded = study_run.prompts.encode(study_run.evaluation)
     subject = Subject(study_run, "", Unmodified())
     plan = ReplyBatches([subject], study_run.evaluation, encoded)
-    reading = plan.estimate("study", answered=False).times(factor * passes.times)
-    replies = plan.estimate("study: replies", answered=True)
-    replies = replies.times(factor * passes.replies)
-    return [work for work in (reading, replies) if work.prompts]
+    works = []
+    for name, times in (("study", passes.times), ("study: replies", passes.replies)):
+        work = plan.estimate(name, answered=times == passes.replies).times(
+            factor * times
+        )
+        works.append(replace(work, prompts=times * len(passes.examples)))
+    return [work for work in works if work.prompts]
 
 
 def _estimate_workload(

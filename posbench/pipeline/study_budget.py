@@ -11,11 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
+from posbench.backends.base import text_encoder
 from posbench.errors import UserError
 from posbench.model.load import CheckpointReader
 from posbench.pipeline import budget as budgets
 from posbench.pipeline.budget import (
     ENOUGH_QUESTIONS,
+    MAX_OVERPLANNING,
     MEASURING_SHARE,
     OPTION_CHARACTERS,
     SUGGESTED_BUDGETS,
@@ -28,6 +30,8 @@ from posbench.pipeline.budget import (
     counted_price,
     describe_least,
     probe_speed,
+    served_seconds,
+    served_work,
     spelled,
     suggested_budget,
     time_model,
@@ -59,13 +63,13 @@ class StudyChooser:
 
     Args:
         config: The run of a study, fitted to its model, with a budget.
-        reader: Its model without weights.
+        reader: Its model without weights; None for a served one.
 
     Raises:
         UserError: The study does not know its work in advance, or has no sizes to lower.
     """
 
-    def __init__(self, config: Config, reader: CheckpointReader) -> None:
+    def __init__(self, config: Config, reader: CheckpointReader | None) -> None:
         study = config.study
         assert study is not None
         self.config = config
@@ -128,8 +132,10 @@ class StudyChooser:
 
     def _estimate(self, option: Mapping[str, Any], count: int) -> list[WorkEstimate]:
         config = replace(self.config_for(option, count), stages=("study",))
+        if not config.model.in_process:
+            return [served_work(config, text_encoder(config.model))]
         run = build_run(config, Console(quiet=True))
-        assert self.chooser.lm is not None, "a study has a model of this machine"
+        assert self.chooser.lm is not None, "the model of this machine was outlined"
         run.lm = self.chooser.lm
         return estimate_run(config, run, characters=OPTION_CHARACTERS)
 
@@ -162,16 +168,21 @@ class StudyChooser:
 
 
 def plan_study(
-    config: Config, reader: CheckpointReader, console: Console, watch: Stopwatch
+    config: Config,
+    reader: CheckpointReader | None,
+    console: Console,
+    watch: Stopwatch,
 ) -> tuple[BudgetPlan, Run | None]:
     """Choose the sizes of a study for its budget.
 
     A study does more than read: hooks, attention maps, statistics. So it is run once at small sizes, in a folder that
-    is thrown away, and the ratio of its time to reading alone is taken to hold at larger sizes.
+    is thrown away, and the ratio of its time to reading alone is taken to hold at larger sizes. A study that looks at
+    replies alone does no more than an evaluation: it needs no trial, and stops at the budget itself, so that more
+    questions are planned than are expected to fit.
 
     Args:
         config: The run, with a budget.
-        reader: Its model without weights.
+        reader: Its model without weights; None for a served one.
         console: Where progress goes.
         watch: Measures this session.
 
@@ -191,7 +202,13 @@ def plan_study(
         if chosen is None:
             needed, suggestion = describe_least(budget, chooser.least(price))
             raise _too_small(config, needed, suggestion)
+        if reader is None and not budget.prompts:
+            chosen = _overplanned(chooser, chosen)
         return _plan(chooser, chosen, None), None
+    if reader is None:
+        spent = watch.seconds + watch.report_seconds(budget.seconds)
+        price = served_seconds(config)
+        return _plan_asking(config, None, price, spent, budget.seconds), None
     StudyChooser(config, reader)  # before anything is timed
     precision, note = choose_precision(config, reader)
     config = with_settings(config, precision)
@@ -217,6 +234,10 @@ def plan_study(
             raise _too_small(config, needed, suggested_budget(seconds))
         return chosen
 
+    if config.study and config.study.asks_only:
+        plan = _plan_asking(config, reader, reading_seconds, seconds_spent(), total)
+        plan = replace(plan, settings={**precision, **plan.settings}, note=note)
+        return replace(plan, operation=speed.operation, step=speed.step), run
     # First with an assumed ratio, then with that of a trial.
     chosen = choose_within(seconds_spent(), FIRST_TIME_RATIO)
     # The trial itself takes time, which is then no longer available.
@@ -236,6 +257,48 @@ def plan_study(
         step=speed.step,
     )
     return plan, run
+
+
+def _plan_asking(
+    config: Config,
+    reader: CheckpointReader | None,
+    price: Price,
+    spent: float,
+    total: float,
+) -> BudgetPlan:
+    """Choose the sizes of a study that looks at replies alone, for a budget of time.
+
+    Where nothing fits with replies of full length, sizes that fit with replies of one token are chosen: most replies
+    end early, and the run stops at the budget in any case.
+
+    Args:
+        config: The run, with a budget.
+        reader: Its model without weights; None for a served one.
+        price: Seconds that work takes.
+        spent: Seconds that are spent, or reserved for the report.
+        total: Seconds of the budget.
+
+    Raises:
+        UserError: The budget is too small.
+    """
+    one_token = with_settings(config, {"task.max_new_tokens": 1})
+    least = 0.0
+    for asked in (config, one_token):
+        chooser = StudyChooser(asked, reader)
+        chosen = chooser.choose(price, USED_SHARE * (total - spent))
+        if chosen:
+            expected = spent + chooser.cost(*chosen, price)
+            return _plan(chooser, _overplanned(chooser, chosen), expected)
+        least = spent + chooser.least(price) / USED_SHARE
+    raise _too_small(config, f"about {duration(least)}", suggested_budget(least))
+
+
+def _overplanned(
+    chooser: StudyChooser, chosen: tuple[dict[str, Any], int]
+) -> tuple[dict[str, Any], int]:
+    """A choice with more questions than are expected to fit, where the run itself stops at the budget."""
+    option, count = chosen
+    return option, min(MAX_OVERPLANNING * count, chooser.limit)
 
 
 def describe_long_study(config: Config, run: Run) -> str:

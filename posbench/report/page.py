@@ -30,6 +30,7 @@ from posbench.report.folder import (
 from posbench.report.paper import paper_sections, reference_text
 from posbench.report.text import (
     MAX_LISTED,
+    count_verdicts,
     describe_costs,
     describe_method,
     describe_prompts,
@@ -182,6 +183,10 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     if metrics is not None:
         delivery = open_run_dir(folder).facts(PROVENANCE).get("delivery")
         return headline(metrics, delivery), sections
+    answer = (read_json(folder / "study.json") or {}).get("answer", "")
+    if answer:
+        counts = count_verdicts(findings) if findings is not None else ""
+        return f"{answer} {counts}".strip(), sections
     if findings is not None:
         return study_answer(findings), sections
     # Neither scores nor claims: times, or the gain of a search.
@@ -253,7 +258,7 @@ def describe_audit(folder: Path) -> str:
 
 
 def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
-    """Return one section with a study's verdicts and figures; an empty list without a study."""
+    """Return a study's own sections, then one with its verdicts and figures; an empty list without a study."""
     facts = read_json(folder / "study.json")
     experiment = read_json(folder / "experiment.json") or {}
     if not facts:
@@ -267,14 +272,17 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         section.header, section.rows = tables.findings_table(findings)
         texts.append(VERDICT_RULE)
     frames = study_tables(folder, facts["tables"])
-    section.figures = study.figures(frames)
+    figures = study.figures(frames)
+    own_sections = list(study.sections(frames, figures))
+    shown = {name for own in own_sections for name in own.figures}
+    section.figures = {n: drawn for n, drawn in figures.items() if n not in shown}
     counts = set[int]()
     for frame in frames.values():
         if "n" in frame:
             counts.update(int(n) for n in frame["n"].dropna())
     if len(counts) == 1:
         # A count shared by all tables is every figure's.
-        for figure, _ in section.figures.values():
+        for figure, _ in figures.values():
             if not figure.get_label():
                 figure.set_label(count_label(counts))
     if experiment.get("title"):
@@ -283,7 +291,7 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         texts.append(f"The paper reads: {'; '.join(experiment['claims'])}.")
     files = ", ".join(f"{name}.csv" for name in facts["tables"])
     section.text = " ".join([*texts, f"Numbers: {files}."])
-    return [section]
+    return [*own_sections, section]
 
 
 def _score_sections(

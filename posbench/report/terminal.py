@@ -41,6 +41,9 @@ def show_run(folder: Path, console: Console) -> None:
     subsets = read_csv(folder / "subsets.csv")
     if metrics is not None:
         _show_scores(folder, metrics, subsets, console)
+    answer = (read_json(folder / "study.json") or {}).get("answer", "")
+    if answer:
+        console.print(answer, soft_wrap=True, markup=False, highlight=False)
     show_findings(folder, console)
     costs = describe_costs(open_run_dir(folder).status())
     if costs:

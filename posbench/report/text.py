@@ -142,7 +142,7 @@ def run_title(config: Mapping[str, Any]) -> str:
         method = SERVED
     if study:
         text = f"study {study}"
-        if method not in ("", UNMODIFIED):
+        if method not in ("", UNMODIFIED, SERVED):
             text += f" with {method}"
     elif "search" in stages and "evaluate" not in stages:
         text = f"search {_group_name(config, 'search')} for {method}"

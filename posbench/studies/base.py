@@ -17,7 +17,7 @@ from posbench.stats.findings import Finding
 from posbench.tasks import Example, Task
 
 if TYPE_CHECKING:
-    from posbench.plots.section import Drawn
+    from posbench.plots.section import Drawn, Section
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
 
@@ -32,7 +32,8 @@ class Study(ABC):
         uses_method: Whether it applies the run's method itself. Otherwise the whole study runs inside the typed
             method, or on the unmodified model if none was typed.
         all_methods: Whether it measures every method of ``run.all_methods``, and takes none.
-        asks_only: Whether it looks at replies alone, so that a model behind a server will do.
+        asks_only: Whether it looks at replies alone, so that a model behind a server will do; it then ends at the run's
+            deadline and spending by itself.
         text_lengths: Fields with the tokens of a text, which the context window bounds.
         smallest: Fields that a budget may lower, each with the least that it leaves; its :meth:`workload` follows them.
     """
@@ -86,4 +87,17 @@ class Study(ABC):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Verdicts on the paper's claims, from the tables."""
+        return ()
+
+    def answer(self, tables: Tables) -> str:
+        """The result in sentences, from the tables; empty: how the claims fared says it."""
+        return ""
+
+    def sections(self, tables: Tables, figures: Drawn) -> Sequence[Section]:
+        """Parts of the page that come before the claims, from the tables.
+
+        Args:
+            tables: The tables as read back.
+            figures: All :meth:`figures`; those that no section takes stand with the claims.
+        """
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +18,6 @@ from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.methods.prompt_change import PromptChange
 from posbench.model.encode import Encoder
-from posbench.model.items import ItemPrompt
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -41,15 +40,17 @@ from posbench.stats.policies import (
     detectable_difference,
 )
 from posbench.studies.base import Study, Tables
+from posbench.studies.probes import (
+    CLOSED_BOOK,
+    GOLD_ALONE,
+    gold_documents,
+    with_documents,
+)
 from posbench.tasks import Example, Task
 from posbench.tasks.scorers import contains_answer
 
 AS_RETRIEVED = "as_retrieved"
 """The policy in use: the prompt as the task gives it."""
-CLOSED_BOOK = "closed_book"
-"""The question without its documents."""
-GOLD_ALONE = "gold_alone"
-"""The question with its gold documents alone."""
 VOTE = "vote"
 VOTERS = (AS_RETRIEVED, "reversed", "shuffled")
 """Policies whose replies vote; where all three differ, the first one's counts."""
@@ -335,11 +336,11 @@ class OrderStudy(Study):
         chosen = {*questions[: self.probes]}
         first = [example for example in examples if example.question_id in chosen]
         probes = {
-            CLOSED_BOOK: [_with_documents(example, ()) for example in first],
+            CLOSED_BOOK: [with_documents(example, ()) for example in first],
             GOLD_ALONE: [
-                _with_documents(example, gold)
+                with_documents(example, gold)
                 for example in first
-                if (gold := _gold(example))
+                if (gold := gold_documents(example))
             ],
         }
         return {name: examples for name, examples in probes.items() if examples}
@@ -635,33 +636,6 @@ def _changed_replies(rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
 # What no order changes
 
 
-def _gold(example: Example) -> tuple[int, ...] | None:
-    """Indices of the gold documents; None where they are not known, empty where none was retrieved."""
-    if example.gold_position is not None:
-        return example.gold_positions
-    gold = example.meta.get("gold")
-    return None if gold is None else tuple(gold)
-
-
-def _with_documents(example: Example, kept: Sequence[int]) -> Example:
-    """The example with some of its documents alone."""
-    prompt = ItemPrompt(example.prompt, example.items, example.question)
-    if kept:
-        prompt = prompt.with_items(list(kept))
-    else:
-        start = min(first for first, _ in example.items)
-        end = max(last for _, last in example.items)
-        prompt = ItemPrompt(example.prompt[:start] + example.prompt[end:], ())
-    return replace(
-        example,
-        prompt=prompt.text,
-        items=prompt.items,
-        question=prompt.question,
-        gold_position=None,
-        other_gold=(),
-    )
-
-
 def _probe_facts(
     rows: Mapping[str, Sequence[Row]], examples: Mapping[str, Example], metric: str
 ) -> dict[str, Row]:
@@ -703,7 +677,7 @@ def _causes(
         example = examples[row["id"]]
         if not row.get("scores"):
             continue
-        gold = _gold(example)
+        gold = gold_documents(example)
         is_right = row["scores"][metric] >= 1
         wrong_document = None
         if not is_right:
@@ -789,7 +763,7 @@ def _rank_table(
     for name in dict.fromkeys(names):
         by_rank = defaultdict[int, list[Row]](list)
         for row in rows.get(name, ()):
-            gold = _gold(examples[row["id"]])
+            gold = gold_documents(examples[row["id"]])
             if gold and row.get("scores"):
                 by_rank[min(gold) + 1].append(row)
         for rank, found in sorted(by_rank.items()):

@@ -199,6 +199,7 @@ JOBS = {
     ),
     **_study("latency", *LATENCY, "study.repeats=1", model="", timed=TIMES),
     **_study("layer_selection", *STUDIED, "study.step=2"),
+    **_study("lost_in_the_middle", *FEW, "study.items=[6,12]"),
     **_study("masks", model=""),
     **_study(
         "order", *FEW, "study.policies=[reversed,documents_twice]", "study.probes=4"

@@ -29,9 +29,13 @@ def run(config: Config, run: Run) -> None:
     for name, table in tables.items():
         write_csv(run.out.path / f"{name}.csv", table)
     # From the written files, like the figures: a verdict never rests on digits that no file holds.
-    findings = study.findings(study_tables(run.out.path, list(tables)))
+    written = study_tables(run.out.path, list(tables))
+    findings = study.findings(written)
     if findings:
         model = run.model.name if study.needs_model else ""
         write_csv(run.out.path / "findings.csv", findings_table(findings, model))
     facts = {"study": config.study_name, "tables": list(tables)}
+    answer = study.answer(written)
+    if answer:
+        facts["answer"] = answer
     run.out.write_json("study.json", facts)
