@@ -185,6 +185,10 @@ class Method(ABC):
         elif self.needs.by_hand:
             families.require_attention_interface(lm.model, name)
 
+    def unchanged_length(self, lm: LM) -> int:
+        """Tokens of the longest text that it reads as the unmodified model does; 0 where it changes every text."""
+        return 0
+
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
 

@@ -80,6 +80,14 @@ class DualChunkAttention(RelativePositions):
             largest_position=self.largest_position or max(largest, 1),
         )
 
+    def unchanged_length(self, lm: LM) -> int:
+        """s, or L where there is a scale and L is less."""
+        fitted = self.fitted(lm)
+        assert fitted.trained_length is not None, "fitted() sets it"
+        return (
+            min(fitted._chunk, fitted.trained_length) if self.mscale else fitted._chunk
+        )
+
     @property
     def _chunk(self) -> int:
         assert self.chunk_length is not None, "fitted() comes first"

@@ -56,6 +56,15 @@ class ReRoPE(RelativePositions):
         window = self.window or default_window(trained, divisor=8)
         return replace(self, window=window, trained_length=trained)
 
+    def unchanged_length(self, lm: LM) -> int:
+        """W, or T where queries are scaled and T is less."""
+        fitted = self.fitted(lm)
+        assert fitted.window is not None, "fitted() sets it"
+        assert fitted.trained_length is not None, "fitted() sets it"
+        if not self.log_scale:
+            return fitted.window
+        return min(fitted.window, fitted.trained_length)
+
     def query_positions(self, tokens: Tensor) -> Sequence[Tensor]:
         """As they are, and those for distances of W and more."""
         assert self.window is not None, "fitted() comes first"

@@ -58,6 +58,12 @@ class SelfExtend(RelativePositions):
         window = self.window or default_window(lm.context_window, divisor=4)
         return replace(self, window=window)
 
+    def unchanged_length(self, lm: LM) -> int:
+        """W, or the base of the scale where that is less."""
+        window = self.fitted(lm).window
+        assert window is not None, "fitted() sets it"
+        return window if self.scale_base is None else min(window, int(self.scale_base))
+
     def query_positions(self, tokens: Tensor) -> Sequence[Tensor]:
         """As they are, and in groups, shifted so that they meet at the window's edge."""
         assert self.window is not None, "fitted() comes first"

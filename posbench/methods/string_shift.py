@@ -84,6 +84,11 @@ class StringShift(RelativePositions):
             attention_factor=self.attention_factor or factor,
         )
 
+    def unchanged_length(self, lm: LM) -> int:
+        """S, or 0 with a factor, which changes every text."""
+        fitted = self.fitted(lm)
+        return fitted.lengths[1] if fitted.attention_factor == 1 else 0
+
     @property
     def lengths(self) -> tuple[int, int]:
         """W and S, once :meth:`fitted` has set them."""
