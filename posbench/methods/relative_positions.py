@@ -170,7 +170,7 @@ class _Attention:
 
         def select(scores: Sequence[Tensor], rows: slice) -> Tensor:
             query_tokens = forward.query_tokens[:, None, rows, None]
-            key_tokens = forward.key_tokens[:, None, None]
+            key_tokens = forward.key_tokens[:, None, None, : scores[0].shape[-1]]
             pairs = Pairs(query_tokens, key_tokens, is_prompt)
             return self._method.select(scores, pairs)
 

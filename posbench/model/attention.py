@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from posbench.late import Tensor, torch
+from posbench.late import F, Tensor, torch
 
-MAX_BLOCK_WEIGHTS = 1 << 24
-"""Attention weights in memory at once, in :func:`attend_with_rotations`."""
+MAX_BLOCK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""By kind of device, attention weights in memory at once in :func:`attend_with_rotations`; a CPU's fit its caches."""
 
 
 class Rotations(NamedTuple):
@@ -20,13 +20,17 @@ class Rotations(NamedTuple):
     Attributes:
         queries: One for each way, [B, H, T, d].
         keys: One for each way, [B, G, S, d].
-        select: From scaled scores, [B, H, R, S] for each way, and the slice of their R query rows to the scores that
-            count, [B, H, R, S].
+        select: From scaled scores, [B, H, R, n] for each way, of the first n keys, and the slice of their R query rows
+            to the scores that count, [B, H, R, n].
     """
 
     queries: Sequence[Tensor]
     keys: Sequence[Tensor]
     select: Callable[[Sequence[Tensor], slice], Tensor]
+
+    def first_keys(self, count: int) -> Rotations:
+        """The same with the first ``count`` keys alone."""
+        return self._replace(keys=[keys[:, :, :count] for keys in self.keys])
 
 
 def last_query_weights(
@@ -70,8 +74,8 @@ def attention_weights(
     factor = scaling or query.shape[-1] ** -0.5
 
     def score(queries: Tensor, keys: Tensor) -> Tensor:
-        rows = queries[:, :, query_rows].to(precise)
-        scores = _grouped_product(rows, keys.to(precise).transpose(-1, -2)) * factor
+        rows = queries[:, :, query_rows].to(precise) * factor
+        scores = _grouped_product(rows, keys.to(precise).transpose(-1, -2))
         return softcap * torch.tanh(scores / softcap) if softcap else scores
 
     if rotations is None:
@@ -108,32 +112,51 @@ def attend_with_rotations(
     value: Tensor,
     mask: Tensor | None,
     *,
+    rotations: Rotations,
     keep_weights: bool = False,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as a kernel does, exactly and block by block of queries, with the setting ``rotations``.
+    """Attend as a kernel does, exactly and block by block of queries.
 
     Args:
         query: [B, H, T, d].
         key: [B, G, S, d].
         value: [B, G, S, d].
         mask: As :func:`attention_weights` takes it.
+        rotations: Queries and keys in place of ``query`` and ``key``.
         keep_weights: Whether to return the weights.
         **settings: Further arguments of :func:`attention_weights`.
 
     Returns:
         The output, [B, T, H, d], and the weights, [B, H, T, S].
     """
-    rows, heads, num_queries, _ = query.shape
-    block_size = max(MAX_BLOCK_WEIGHTS // (rows * heads * key.shape[2]), 1)
+    batch_size, heads, num_queries, _ = query.shape
+    num_keys = key.shape[2]
+    max_weights = MAX_BLOCK_WEIGHTS.get(query.device.type, MAX_BLOCK_WEIGHTS["cuda"])
+    block_size = max(max_weights // (batch_size * heads * num_keys), 1)
     values = value.to(torch.promote_types(value.dtype, torch.float32))
+    if mask is not None and mask.ndim != 4:
+        mask = mask[:, -num_keys:]
+    # A mask of its own may show a row later keys; all others are causal.
+    is_causal = mask is None or mask.ndim != 4
     outputs = []
     kept_weights = []
     for start in range(0, num_queries, block_size):
-        block = slice(start, start + block_size)
-        weights = attention_weights(query, key, mask, block, **settings)
-        outputs.append(_grouped_product(weights, values).to(query.dtype))
+        stop = min(start + block_size, num_queries)
+        end = num_keys - num_queries + stop if is_causal else num_keys
+        block_mask = mask[..., :end] if mask is not None else None
+        weights = attention_weights(
+            query[:, :, :stop],
+            key[:, :, :end],
+            block_mask,
+            slice(start, stop),
+            rotations=rotations.first_keys(end),
+            **settings,
+        )
+        output = _grouped_product(weights, values[:, :, :end])
+        outputs.append(output.to(query.dtype))
         if keep_weights:
+            weights = F.pad(weights, (0, num_keys - end))
             kept_weights.append(weights.to(query.dtype))
     output = torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
     return output, torch.cat(kept_weights, dim=2) if keep_weights else None

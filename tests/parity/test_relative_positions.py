@@ -377,19 +377,25 @@ def test_a_prompt_in_pieces_and_a_cache_that_is_copied_cut_back_or_reordered(kin
         read(slice(23, 24), outside)
 
 
+@pytest.mark.parametrize("pads", [PADS, [0, 0]], ids=["left-padded", "plain"])
+@pytest.mark.parametrize("family", ["gemma2", "mistral-window"])
 @pytest.mark.parametrize("kind", EXAMPLES)
 @torch.no_grad()
-def test_queries_in_blocks(kind, monkeypatch):
-    lm = posbench.load(build("gemma2"))
-    ids, mask, _ = batch(PADS, PROMPT)
+def test_queries_in_blocks(kind, family, pads, monkeypatch):
+    lm = posbench.load(build(family))
+    ids, mask, _ = batch(pads, PROMPT)
     with kind.example(lm).applied(lm):
         whole = lm.logits(ids, mask)
         # Seven queries at a time.
-        monkeypatch.setattr(attention, "MAX_BLOCK_WEIGHTS", 7 * len(PADS) * 4 * PROMPT)
+        limit = 7 * len(pads) * 4 * PROMPT
+        monkeypatch.setitem(attention.MAX_BLOCK_WEIGHTS, "cpu", limit)
         blocks = lm.logits(ids, mask)
-    assert_same(
-        blocks[mask.bool()], whole[mask.bool()], family_noise("gemma2"), "logits"
-    )
+        begun = lm.model(ids[:, :20], attention_mask=mask[:, :20])
+        given = {"attention_mask": mask, "past_key_values": begun.past_key_values}
+        rest = lm.model(ids[:, 20:], **given).logits
+    noise = family_noise(family)
+    assert_same(blocks[mask.bool()], whole[mask.bool()], noise, "logits")
+    assert_same(rest, whole[:, 20:], noise, "logits")
 
 
 @pytest.mark.parametrize("name", FORMULAS)
