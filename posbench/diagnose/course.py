@@ -591,7 +591,7 @@ class Course:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
         choices = self._choices(split.num_held_back)
-        methods, left_out = applicable_methods(lm, choices)
+        methods, left_out = applicable_methods(lm, choices, split.examples)
         if not methods:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "no method runs on this model"

@@ -33,17 +33,21 @@ RACE_FILE = "race.jsonl"
 
 
 def applicable_methods(
-    lm: LM, choices: Mapping[str, MethodChoice]
+    lm: LM, choices: Mapping[str, MethodChoice], examples: Sequence[Example]
 ) -> tuple[dict[str, Method], list[Remedy]]:
     """Build the methods that can run on a model, and give the reasons against the others.
 
     Args:
         lm: The model.
         choices: Every method by name, with the constants that are known.
+        examples: The prompts of the race.
 
     Returns:
         The methods, and the reason for each one left out.
     """
+    longest = max(examples, key=lambda example: len(example.prompt))
+    prompt, answer = encode_with_answer(lm, longest)
+    num_tokens = len(prompt) + len(answer)
     methods: dict[str, Method] = {}
     left_out = []
     for name, choice in choices.items():
@@ -54,6 +58,11 @@ def applicable_methods(
             method.check(lm)
             if method.rewrites or method.needs.items:
                 left_out.append(Remedy(name, note="it reads or changes the prompt"))
+                continue
+            unchanged = method.unchanged_length(lm)
+            if num_tokens <= unchanged:
+                note = f"it changes texts of more than {unchanged} tokens, these have up to {num_tokens}"
+                left_out.append(Remedy(name, note=note))
                 continue
         except UserError as error:
             left_out.append(Remedy(name, note=f"{error.field}: {error.allowed}"))

@@ -170,6 +170,9 @@ def read_scores(
         lm: The model.
         batch: Token ids of B prompts, all of one length n.
         add: Called with each layer, its queries and keys [B, H, n, d], and the factor of their products.
+
+    Raises:
+        UserError: A method rotates queries and keys in several ways, so that no single product is the score.
     """
     # Queries, keys and factor of the layer that ran last, until the next layer runs.
     pending: dict[int, tuple[Tensor, Tensor, float]] = {}
@@ -187,6 +190,10 @@ def read_scores(
         following: Any,
         **settings: Any,
     ) -> Any:
+        if "rotations" in settings:
+            allowed = "a method under which all pairs of tokens have the same rotated queries and keys"
+            hint = "leave self_extend, rerope, dca or string_shift out"
+            raise UserError("method", "other relative positions", allowed, hint)
         # A method may attend several times in a layer: the last one replaces those before it.
         if module.layer_idx not in pending:
             add_pending()

@@ -189,6 +189,10 @@ class Method(ABC):
         if self.needs.full_attention:
             families.require_full_attention(lm.model, name, lm.context_window)
 
+    def unchanged_length(self, lm: LM) -> int:
+        """Tokens of the longest text that it reads as the unmodified model does; 0 where it changes every text."""
+        return 0
+
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
 

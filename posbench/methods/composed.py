@@ -63,6 +63,10 @@ class Composed(Method):
             with renamed("method.", f"method.parts.{name}."):
                 part.check(lm)
 
+    def unchanged_length(self, lm: LM) -> int:
+        """That of the part that changes the shortest texts."""
+        return min(part.unchanged_length(lm) for part in self.parts.values())
+
     def neutral(self) -> Self:
         """Every part neutral."""
         parts = {name: part.neutral() for name, part in self.parts.items()}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posbench.late import PreTrainedModel, Tensor, nn, transformers
 from posbench.model import families
+from posbench.model.attention import attend_with_rotations
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -262,11 +263,19 @@ def _dispatch(kernel_name: str) -> AttentionFunction:
         kernel_name: Name under which transformers knows the kernel.
     """
 
-    def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
+    def kernel(module: Any, *args: Any, **settings: Any) -> Any:
+        if "rotations" in settings:
+            # The library's kernels know one rotation for all pairs.
+            is_eager = kernel_name == "eager"
+            return attend_with_rotations(*args, keep_weights=is_eager, **settings)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(
             kernel_name, eager
         )
+        return attend(module, *args, **settings)
+
+    def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
+        attend = kernel
         # The one registered first is called first, and gets the next one as ``following``.
         for function in reversed(_functions.get(id(module.config), [])):
             attend = functools.partial(function, following=attend)

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias
 from posbench.errors import UserError
 from posbench.late import Module, PreTrainedModel, Tensor, nn, sdpa, torch
 from posbench.model import families
-from posbench.model.attention import last_query_weights
+from posbench.model.attention import Rotations, last_query_weights
 from posbench.model.hooks import (
     AttentionFunction,
     intercepting_attention,
@@ -28,6 +28,8 @@ _MEMORY = "posbench_memory"
 """Attribute of a cache: by layer, the cached keys of the last step and the memory of its :data:`ByHand`."""
 _BUSY = "posbench_rotates"
 """Attribute of a rotary embedding inside a block that changes it: how the block does so."""
+BY_HAND = "ms_poe, moice, self_extend, rerope, dca, string_shift, pine"
+"""Names of the methods that rotate by hand, for messages."""
 MAX_SHARED_POSITIONS = 16_384
 """Most positions for which one call makes the tables of all layers, as in generation; more take much memory."""
 
@@ -213,8 +215,8 @@ def check_rope(
         allowed = f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
     elif getattr(module, _BUSY, None) == "by hand":
         # Rotating by hand would rotate twice.
-        allowed = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice, pine)"
-        hint = "put ms_poe, moice or pine last in the list"
+        allowed = f"no method of rotary embeddings inside one that rotates by hand ({BY_HAND})"
+        hint = "put that one last in the list; two of them do not go together"
     elif by_hand and not family.interface:
         allowed = f"a family that uses the attention functions of transformers; {family.name} does not"
     else:
@@ -375,7 +377,8 @@ class HandRotation:
         mask: The kernel's mask, see :func:`posbench.model.attention.attention_weights`.
         settings: The kernel's other arguments, among them ``scaling``.
         attend: The kernel, from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d]; of the last
-            query alone where these are its [B, H, 1, d].
+            query alone where these are its [B, H, 1, d]. A third argument, :class:`posbench.model.attention.Rotations`,
+            replaces both where pairs differ in their rotation.
         last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
         memory: Data that the function stored at the cache's last step in this layer; empty at a prompt.
         unchanged: Whether the cached keys are unchanged since that step: false after a beam search has reordered its
@@ -392,7 +395,7 @@ class HandRotation:
     value: Tensor
     mask: Tensor | None
     settings: Mapping[str, Any]
-    attend: Callable[[Tensor, Tensor], Tensor]
+    attend: Callable[..., Tensor]
     last_row: Callable[[Tensor, Tensor], Tensor]
     memory: dict[str, Any]
     unchanged: bool
@@ -551,8 +554,13 @@ class _HandAttention:
             raise ValueError(f"{reason}: run the prompt inside")
         weights = None
 
-        def kernel(rotated_query: Tensor, rotated_key: Tensor) -> Tensor:
+        def kernel(
+            rotated_query: Tensor,
+            rotated_key: Tensor,
+            rotations: Rotations | None = None,
+        ) -> Tensor:
             nonlocal weights
+            more = {} if rotations is None else {"rotations": rotations}
             # Keys may be rotated per head; then values are repeated as well.
             groups = rotated_key.shape[1] // value.shape[1]
             values = sdpa.repeat_kv(value, groups)
@@ -564,7 +572,13 @@ class _HandAttention:
                 query_mask = mask[:, :, -rotated_query.shape[2] :]
             with ungrouped:
                 output, weights = following(
-                    module, rotated_query, rotated_key, values, query_mask, **settings
+                    module,
+                    rotated_query,
+                    rotated_key,
+                    values,
+                    query_mask,
+                    **settings,
+                    **more,
                 )
             return output
 

@@ -54,7 +54,7 @@ def move_positions(
 
     Raises:
         UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the
-            library's functions, or a method rotates head by head (ms_poe, moice).
+            library's functions, or a method rotates by hand (ms_poe, moice and others).
     """
     if not can_move(lm):
         allowed = "a model with rotary position embedding (RoPE) that uses the attention functions of transformers"

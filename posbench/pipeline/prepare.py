@@ -131,7 +131,7 @@ def _prepare(
         fit.fit_to_tokenizer(faults)
         with faults.collecting():
             fit.fit_batches()
-        _check_parts(fit.config, fit.reader, faults)
+        notes += _check_parts(fit.config, fit.reader, faults)
     else:
         from posbench.pipeline.fit_served import fit_to_server
 
@@ -293,7 +293,7 @@ def build_run(
 
 def _check_parts(
     config: Config, checkpoint: CheckpointReader | None, faults: Faults
-) -> None:
+) -> list[str]:
     """Check that method, study, search and prompts fit the model.
 
     Args:
@@ -301,9 +301,13 @@ def _check_parts(
         checkpoint: The model without its weights; None where the run looks at none.
         faults: The faults that were found before.
 
+    Returns:
+        A line where the method changes none of the prompts.
+
     Raises:
         UserError: All faults, earlier ones included.
     """
+    notes: list[str] = []
     run = build_run(config, Console(quiet=True))
     faulty_groups = {fault.field.partition(".")[0] for fault in faults.found}
     if checkpoint:
@@ -327,8 +331,27 @@ def _check_parts(
             config.search.held_back_examples(run, config.search.held_back)
     if "task" not in faulty_groups:
         with faults.collecting():
-            list(longest_prompts(run, config.stages))
+            lengths = [len(ids) for ids in longest_prompts(run, config.stages)]
+            if checkpoint and lengths and not faults.found:
+                notes += _method_without_effect(run, max(lengths))
     faults.raise_any()
+    return notes
+
+
+def _method_without_effect(run: Run, prompt_tokens: int) -> list[str]:
+    """A line where the method reads prompts and replies as the unmodified model does, as they are too short for it.
+
+    Args:
+        run: The run.
+        prompt_tokens: Tokens of its longest prompt.
+    """
+    unchanged = run.method.trial().unchanged_length(run.lm)
+    if prompt_tokens + run.task.max_new_tokens > unchanged:
+        return []
+    return [
+        f"method: {run.method.choice.name} changes texts of more than {unchanged} tokens, and the longest prompt "
+        f"here has {prompt_tokens}: expect no difference"
+    ]
 
 
 def _check_prompts_of_method(run: Run, config: Config) -> None:

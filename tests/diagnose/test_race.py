@@ -9,9 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posbench.diagnose.race import FIRST_ROUND, RACE_BATCH, RACE_FILE, race
+from posbench.diagnose.race import (
+    FIRST_ROUND,
+    RACE_BATCH,
+    RACE_FILE,
+    applicable_methods,
+    race,
+)
 from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method, ScaleChannel, Unmodified
+from posbench.methods.choice import MethodChoice
+from posbench.methods.dca import DualChunkAttention
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
 from posbench.model.load import load
@@ -48,6 +56,26 @@ def rows_in(folder: Path, read: list[int]) -> ResumableRows:
         yield read.append
 
     return ResumableRows(RunDir(folder), progress)
+
+
+def test_a_method_that_changes_longer_texts_alone_is_left_out(
+    lm: LM, task: KVRetrieval
+) -> None:
+    examples = task.examples("calibration")[:16]
+    pairs = [encode_with_answer(lm, example) for example in examples]
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    choices = {
+        name: MethodChoice(
+            name=name,
+            cls=DualChunkAttention,
+            values={"chunk_length": chunk, "largest_position": longest},
+        )
+        for name, chunk in (("shorter", longest - 1), ("longest", longest))
+    }
+    methods, left_out = applicable_methods(lm, choices, examples)
+    assert list(methods) == ["shorter"]
+    assert [remedy.name for remedy in left_out] == ["longest"]
+    assert left_out[0].note.count(str(longest)) == 2
 
 
 def test_gains_are_those_of_the_losses_one_by_one(

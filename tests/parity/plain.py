@@ -41,11 +41,19 @@ class Layer:
     share: float
     interleaved: bool
 
-    def turn(self, x: Tensor, scale: float = 1.0, base: float = 10000.0) -> Tensor:
-        """Rotate [T, d] by the angles of positions m / scale."""
+    def turn(
+        self,
+        x: Tensor,
+        scale: float = 1.0,
+        base: float = 10000.0,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Rotate [T, d] by the angles of positions m / scale, or of other positions [T] than m = 0, 1, ..."""
+        if positions is None:
+            positions = torch.arange(len(x))
         width = int(x.shape[-1] * self.share)
         rates = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angle = torch.arange(len(x), dtype=torch.float64)[:, None] / scale * rates
+        angle = positions.double()[:, None] / scale * rates
         first = torch.arange(width // 2)
         second = torch.arange(width // 2) + width // 2
         if self.interleaved:

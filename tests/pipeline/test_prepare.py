@@ -204,6 +204,16 @@ def test_a_genetic_search_fits_few_layers(checkpoint: Path) -> None:
         prepare(compose_one(*chosen, "search.points=5"))
 
 
+def test_a_method_for_longer_texts_than_the_prompts_is_told() -> None:
+    """A prompt of n pairs of words has 4 n + 3 tokens, and the reply one."""
+    overrides = ["model=tiny", "task.pairs=32", "task.limit=2", "stages=[evaluate]"]
+    settings = ["method=dca", "method.trained_length=200"]
+    dca = [*overrides, *settings]
+    (line,) = prepare(compose_one(*dca, "method.chunk_length=132")).warnings
+    assert_line_names(line, "method", "dca", "132", "131")
+    assert not prepare(compose_one(*dca, "method.chunk_length=131")).warnings
+
+
 def test_gold_positions_that_meet_are_told(
     made: Callable[..., PreparedRun], checkpoint: Path
 ) -> None:

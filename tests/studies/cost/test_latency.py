@@ -52,10 +52,14 @@ def test_every_method_is_measured_where_it_applies() -> None:
     assert set(examples(posbench.load(build("llama")))) == names
     rotating = {
         "attention_buckets",
+        "dca",
         "layer_scaling",
         "moice",
         "ms_poe",
         "position_interpolation",
+        "rerope",
+        "self_extend",
+        "string_shift",
     }
     without = set(examples(posbench.load(build("mpt"))))
     assert {"none", "scale_channel"} <= without and not without & rotating
