@@ -223,7 +223,8 @@ class OrderStudy(Study):
         )
         rules = StopRules(elimination, _race_deadline(run), run.spending)
         late_rules = _late_rules(run)
-        rows = self._replies(run, prepared.methods, asked, rules)
+        size = self._round_size(run, prepared.methods, asked)
+        rows = self._replies(run, prepared.methods, asked, rules, size)
         scores = _scores(rows, examples, run.task.metric)
         if self.vote:
             scores[VOTE] = _votes(run, rows, examples, prepared.voters)
@@ -351,12 +352,29 @@ class OrderStudy(Study):
         methods: Mapping[str, Method],
         examples: Sequence[Example],
         rules: StopRules,
+        round_questions: int | None = None,
     ) -> dict[str, list[Row]]:
         """Scored replies to some examples by method, asked in rounds."""
         encoded = run.prompts.encode(examples)
-        return scored_replies(
-            run, PREDICTIONS, methods, encoded, rules, examples, self.round_questions
-        )
+        size = round_questions or self.round_questions
+        return scored_replies(run, PREDICTIONS, methods, encoded, rules, examples, size)
+
+    def _round_size(
+        self, run: Run, methods: Mapping[str, Method], asked: Sequence[Example]
+    ) -> int:
+        """Questions of a round: fewer where such a round would take more than a quarter of the race's time.
+
+        A budget of time ends between rounds, so the first question is asked alone, and tells what one takes.
+        """
+        if run.deadline is None:
+            return self.round_questions
+        first = [e for e in asked if e.question_id == asked[0].question_id]
+        watch = run.deadline.watch
+        began = watch.total
+        self._replies(run, methods, first, StopRules())
+        seconds = max(watch.total - began, 1e-9)
+        affordable = RACE_SHARE * run.deadline.seconds / 4 / seconds
+        return max(min(int(affordable), self.round_questions), 1)
 
     def figures(self, tables: Tables) -> Drawn:
         """Accuracy over tokens of all policies, and over the rank of the gold document."""

@@ -7,10 +7,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from posbench.studies.order import OrderStudy
+from posbench.tasks import Example
 from tests.conftest import Result
 from tests.readers import CURVES, reading, reply_of, write_log
 
@@ -187,6 +190,28 @@ def test_a_budget_of_tokens_is_kept(posbench: Call, tmp_path: Path) -> None:
         )
         assert more.status == 0, more.err
         assert second.prompts
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size"), [(1.0, 10), (20.0, 3), (500.0, 1)]
+)  # of a question under all policies
+def test_a_round_takes_a_quarter_of_the_race_at_most(
+    seconds: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = SimpleNamespace(total=5.0)
+    run: Any = SimpleNamespace(deadline=SimpleNamespace(watch=watch, seconds=400.0))
+    examples = [Example(id=str(n), prompt="p", answers=("a",)) for n in range(3)]
+    asked = []
+
+    def replies(self: OrderStudy, *args: Any) -> None:
+        watch.total += seconds
+        asked.extend(args[2])
+
+    monkeypatch.setattr(OrderStudy, "_replies", replies)
+    assert OrderStudy()._round_size(run, {}, examples) == size
+    assert asked == examples[:1]
+    run.deadline = None
+    assert OrderStudy()._round_size(run, {}, examples) == OrderStudy().round_questions
 
 
 @pytest.mark.parametrize("budget", ["500prompts", "2usd", "3Mtok"])
