@@ -9,13 +9,15 @@ from posbench.versions import __version__
 warnings.filterwarnings("ignore", ".* is now posbench", FutureWarning)
 
 PAGES = {
-    "Start": ["docs/first_hour", "docs/words"],
+    "Start": ["docs/first_hour", "docs/commands", "docs/words"],
     "A checkpoint and a GPU": [
         *(
             "docs/own_model",
             "docs/ship",
             "docs/endpoint",
             "docs/own_data",
+            "docs/order",
+            "docs/remedies",
             "docs/tasks",
             "docs/metrics",
         ),
