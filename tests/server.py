@@ -118,6 +118,7 @@ class Server(ThreadingHTTPServer):
         self.thinking_form = "reasoning_content"
         # tokens of a prompt of so many characters; None: not told
         self.count_tokens: Callable[[int], int] | None = lambda characters: characters
+        self.cached_share = 0.0
         # what it lets its model read of a prompt
         self.reads: Callable[[str], str] = lambda prompt: prompt
         # requests that it takes in a span of seconds, and what it tells of that: "retry-after", "headers" or ""
@@ -342,6 +343,9 @@ class Handler(BaseHTTPRequestHandler):
                 "completion_tokens": written,
                 "total_tokens": prompt_tokens + written,
             }
+            if self.server.cached_share:
+                cached = int(self.server.cached_share * prompt_tokens)
+                whole["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
             if self.server.thinking and self.server.thinking_form == "hidden":
                 details = {"reasoning_tokens": thought}
                 whole["usage"]["completion_tokens_details"] = details

@@ -235,6 +235,7 @@ def ask(
         "is_thinking": response.is_thinking,
         "prompt_tokens": response.prompt_tokens,
         "reply_tokens": response.reply_tokens,
+        "cached_tokens": response.cached_tokens or None,
         "requests": response.requests if response.requests > 1 else None,
         "server": response.server,
     }

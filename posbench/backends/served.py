@@ -163,6 +163,7 @@ class Endpoint(Backend):
         self._lock = threading.RLock()
         self.tokens_read = 0
         self.tokens_written = 0
+        self.tokens_cached = 0
         self.listing_problem = ""
         self.give_up_at: float | None = None
         self.timings: list[Timing] = []
@@ -838,6 +839,7 @@ class Endpoint(Backend):
         with self._lock:
             self.tokens_read += usage.prompt_tokens or 0
             self.tokens_written += usage.reply_tokens or 0
+            self.tokens_cached += usage.cached_tokens
         return answer
 
     def _need_same_model(self, model: str) -> None:
@@ -1191,6 +1193,7 @@ def _with_counts(reply: Reply, replies: Sequence[Reply]) -> Reply:
         reply,
         prompt_tokens=_total(part.prompt_tokens for part in replies),
         reply_tokens=_total(part.reply_tokens for part in replies),
+        cached_tokens=sum(part.cached_tokens for part in replies),
         requests=len(replies),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from posbench.run.budget import Budget, Stopwatch, money, price_of
+from posbench.run.budget import Budget, Price, Stopwatch, money, price_of
 from posbench.run.progress import duration
 
 
@@ -35,7 +35,7 @@ class Allowance:
     def __init__(
         self,
         budget: Budget,
-        price: tuple[float, float] | None,
+        price: Price | None,
         watch: Stopwatch | None = None,
     ) -> None:
         self.budget = budget

@@ -53,6 +53,7 @@ class Reply:
         is_thinking: Whether the reply ended in the thinking, before an answer.
         prompt_tokens: Tokens of the prompt by the server's count; None if it does not count them.
         reply_tokens: Tokens of the reply, thinking included, likewise.
+        cached_tokens: Tokens of the prompt that the server had in its cache.
         rejection: Why the model did not read the prompt: :data:`posbench.stats.outcomes.OVERFLOW` or
             :data:`posbench.stats.outcomes.CONTENT_FILTER`; empty where it did.
         obstacle: Reason why the text may be no answer; often empty.
@@ -72,6 +73,7 @@ class Reply:
     is_thinking: bool = False
     prompt_tokens: int | None = None
     reply_tokens: int | None = None
+    cached_tokens: int = 0
     rejection: str = ""
     obstacle: str = ""
     ended_itself: bool = False
@@ -91,6 +93,17 @@ class _Usage:
     total_tokens: Tokens | None = None
     reasoning_tokens: Any = None
     completion_tokens_details: Any = None
+    prompt_tokens_details: Any = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the server had in its cache; 0 where it does not say."""
+        details = self.prompt_tokens_details
+        count = details.get("cached_tokens") if isinstance(details, Mapping) else 0
+        if not isinstance(count, int) or isinstance(count, bool):
+            return 0
+        # No more than the prompt has.
+        return min(max(count, 0), self.prompt_tokens or 0)
 
     @property
     def thinking_tokens(self) -> int | None:
@@ -245,6 +258,7 @@ def read_reply(
         is_thinking=finish not in REFUSAL_REASONS and (split.is_open or is_cut),
         prompt_tokens=usage.prompt_tokens,
         reply_tokens=usage.reply_tokens,
+        cached_tokens=usage.cached_tokens,
         obstacle=obstacle,
         # Of plain completions no parser takes anything away.
         ended_itself="text" in choice and not form and bool(usage.reply_tokens),

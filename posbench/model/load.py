@@ -187,8 +187,13 @@ class ModelConfig:
     timeout: Annotated[float, Gt(0), Le(86400)] = 600.0
     # environment variable that holds the key, where the server asks for one
     key_env: str = "OPENAI_API_KEY"
-    # price of a million tokens that are read, and of a million that are written, in the unit of budget=2usd
-    price: tuple[NonNegative, NonNegative] | None = None
+    # price of a million tokens that are read, of a million that are written, and, where it is another one, of a million
+    # read from the server's cache, in the unit of budget=2usd
+    price: (
+        tuple[NonNegative, NonNegative]
+        | tuple[NonNegative, NonNegative, NonNegative]
+        | None
+    ) = None
     # constants of the file for methods, tasks, searches and studies, by their names: every other key of the
     # file that holds a mapping
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)

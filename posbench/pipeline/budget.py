@@ -292,7 +292,7 @@ def check_budget(config: Config) -> None:
         )
         hint = "set the price, or budget=3Mtok"
         raise UserError("budget", budget.text, allowed, hint)
-    if budget.usd and model.price == (0, 0):
+    if budget.usd and model.price and not any(model.price):
         allowed = "a time, prompts or tokens: at the price 0 nothing is spent"
         raise UserError("budget", budget.text, allowed, "set budget=3Mtok")
     counts_tokens = config.server is None or config.server.counts_tokens

@@ -34,6 +34,7 @@ def spending(config: Config, run: Run) -> Spending:
     recorded = run.out.status().get("spent", {}).get(stage, {})
     read = sum(row.get("prompt_tokens") or 0 for row in rows)
     written = sum(row.get("reply_tokens") or 0 for row in rows)
+    cached = sum(row.get("cached_tokens") or 0 for row in rows)
     # A killed session's tokens are in its rows alone, tokens of discarded replies in the record alone.
     tokens = max(
         read + written,
@@ -42,7 +43,7 @@ def spending(config: Config, run: Run) -> Spending:
     budget = config.budget
     price = run.model.price
     recorded_usd = recorded.get("usd", 0.0)
-    usd = max(price_of(read, written, price) or 0.0, recorded_usd)
+    usd = max(price_of(read, written, price, cached) or 0.0, recorded_usd)
     # Costs of a killed session, which its rows show, are added to the record.
     if usd > recorded_usd:
         run.out.spend(stage, {"usd": usd - recorded_usd}, {})

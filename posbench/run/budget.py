@@ -21,6 +21,8 @@ REPORT_SECONDS = 8.0
 """Core-seconds reserved for tables, figures and the page."""
 MAX_REPORT_SHARE = 0.4
 """Largest share of a time budget reserved for them."""
+Price = tuple[float, float] | tuple[float, float, float]
+"""Of a million tokens read and written, and of those from a server's cache, where these have a price of their own."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,21 @@ class Budget:
 
 
 def price_of(
-    read: float, written: float, price: tuple[float, float] | None
+    read: float, written: float, price: Price | None, cached: float = 0
 ) -> float | None:
     """Return the cost of tokens read and written; None if the price is not known.
 
     Args:
         read: Tokens of prompts.
         written: Tokens of replies, thinking among them.
-        price: Price per million tokens read and written.
+        price: Price per million tokens read and written, and of cached ones where it is another.
+        cached: Tokens among ``read`` that the server had in its cache.
     """
     if price is None:
         return None
-    return (read * price[0] + written * price[1]) / 1e6
+    price_read, price_written, *price_cached = price
+    whole = (read - cached) * price_read + written * price_written
+    return (whole + cached * (price_cached or [price_read])[0]) / 1e6
 
 
 class Spending(StopRule):
@@ -116,7 +121,7 @@ class Spending(StopRule):
     def __init__(
         self,
         budget: Budget | None = None,
-        price: tuple[float, float] | None = None,
+        price: Price | None = None,
         tokens: int = 0,
         usd: float = 0.0,
         expected: float = 0.0,
@@ -171,14 +176,15 @@ class Spending(StopRule):
             self._under_way += 1
             return True
 
-    def add(self, read: int, written: int) -> None:
+    def add(self, read: int, written: int, cached: int = 0) -> None:
         """Count the tokens and the cost of a request that was answered, which until now was only expected.
 
         Args:
             read: Tokens of the prompt.
             written: Tokens of the reply.
+            cached: Tokens of the prompt that the server had in its cache.
         """
-        cost = price_of(read, written, self.price) or 0.0
+        cost = price_of(read, written, self.price, cached) or 0.0
         with self._lock:
             before = self._spent
             self.tokens += read + written

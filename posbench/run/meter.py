@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from posbench.files.hardware import peak_memory
 from posbench.model.lm import LM
-from posbench.run.budget import price_of
+from posbench.run.budget import Price, price_of
 from posbench.run.folder import RunDir
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class StageMeter:
     def __init__(
         self,
         loaded_model: Callable[[], LM | Backend | None],
-        price: tuple[float, float] | None = None,
+        price: Price | None = None,
     ) -> None:
         self._loaded_model = loaded_model
         self._price = price
@@ -58,6 +58,7 @@ class StageMeter:
                     self._loops.get("prompt_tokens", 0),
                     self._loops.get("reply_tokens", 0),
                     self._price,
+                    self._loops.pop("cached_tokens", 0),
                 )
                 # Without token counts from the server, the cost is unknown.
                 if cost is not None and self._loops.get("prompt_tokens"):
@@ -83,4 +84,5 @@ class StageMeter:
             "loop_seconds": time.monotonic(),
             "prompt_tokens": model.tokens_read if model else 0,
             "reply_tokens": model.tokens_written if model else 0,
+            "cached_tokens": getattr(model, "tokens_cached", 0),
         }

@@ -105,16 +105,17 @@ class ServedPlan(Plan):
             requests = len(example.choices) if reply.by == BY_LOG_LIKELIHOODS else 1
             return self._row_check.arrived(text, (reply.prompt_tokens or 0) // requests)
 
-        read = written = 0
+        read = written = cached = 0
         try:
             reply = ask(backend, run.encoder, run.task, example, prompt, arrived)
             read = int(reply.get("prompt_tokens") or 0)
             written = int(reply.get("reply_tokens") or 0)
+            cached = int(reply.get("cached_tokens") or 0)
         finally:
             if run.spending:
-                run.spending.add(read, written)
+                run.spending.add(read, written, cached)
         row = make_row(run, example, prompt, reply)
-        cost = price_of(read, written, run.model.price)
+        cost = price_of(read, written, run.model.price, cached)
         if cost is not None and reply.get("prompt_tokens"):
             row["cost"] = round(cost, COST_DIGITS)
         return [row]

@@ -107,7 +107,9 @@ class Remedies(TimingStudy):
                 continue
             base = [scores[UNMODIFIED][question] for question in both]
             after = [own[question] for question in both]
-            gain = bootstrap.paired(after, base, both, alpha=alpha)
+            gain = bootstrap.Estimate(0.0, 0.0, 0.0, len(both))
+            if name != UNMODIFIED:
+                gain = bootstrap.paired(after, base, both, alpha=alpha)
             of_method = [row for row in curves if row["method"] == name]
             worst = min(of_method, key=lambda row: row["accuracy"])
             table.append(
@@ -136,10 +138,17 @@ class Remedies(TimingStudy):
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         left_out: dict[str, str] = {}
         name_of_prompts = {tuple(e.prompt for e in run.evaluation): UNMODIFIED}
+        encoded = run.prompts.encode(run.evaluation)
+        longest = max(len(prompt.ids) for prompt in encoded.values())
+        longest += run.task.max_new_tokens
         for name in self.methods or run.all_methods:
             try:
                 method = run.all_methods[name].build()
                 method.check(run.lm)
+                unchanged = method.unchanged_length(run.lm)
+                if longest <= unchanged:
+                    left_out[name] = f"changes texts of more than {unchanged} tokens"
+                    continue
                 if isinstance(method, PromptChange):
                     rewritten = run.prompts.rewrite(run.evaluation, method)
                     prompts = tuple(example.prompt for example in rewritten)

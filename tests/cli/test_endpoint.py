@@ -224,6 +224,25 @@ def test_a_server_that_tells_no_tokens_has_no_known_cost(
     assert "usd" not in (folder / "status.json").read_text()
 
 
+def test_tokens_from_the_servers_cache_have_a_price_of_their_own(
+    posbench: Call, outputs: Path
+) -> None:
+    with serving() as server:
+        server.cached_share = 0.75
+        result = posbench(*served(server.url, "model.price=[4,8,1]", "task.limit=2"))
+        assert result.status == 0, result.err
+    total = 0.0
+    for row in rows_of(outputs):
+        read, written = row["prompt_tokens"], row["reply_tokens"]
+        assert row["cached_tokens"] == int(0.75 * read)
+        cost = (read - row["cached_tokens"]) * 4 + row["cached_tokens"] + written * 8
+        assert row["cost"] == pytest.approx(cost / 1e6)
+        total += cost / 1e6
+    (folder,) = run_folders(outputs)
+    spent = json.loads((folder / "status.json").read_text())["spent"]
+    assert spent["evaluate"]["usd"] == pytest.approx(total)
+
+
 def test_a_reply_of_as_many_tokens_as_it_may_have_is_cut_where_no_reason_is_told(
     posbench: Call, outputs: Path
 ) -> None:
