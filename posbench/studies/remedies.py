@@ -38,6 +38,7 @@ HARMS = "harms"
 NO_EFFECT = "less than 5 points"
 CANNOT_TELL = "cannot tell"
 LEFT_OUT = "left out"
+TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 ALIKE = 1.0
 """Points within which remedies are alike; of these the cheapest is named."""
 
@@ -372,6 +373,9 @@ def _draw(table: pd.DataFrame) -> Figure:
                 fontsize="small",
             )
         axes.set_xscale("log")
+        ticks = [t for t in TICKS if 0.9 * times.min() <= t <= 1.1 * times.max()]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
         axes.set_xlabel("time of a prompt over the unmodified model's")
         axes.set_ylim(-3, 108)
     panels[0].set_ylabel("average accuracy (%)")
