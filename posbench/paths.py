@@ -1,7 +1,10 @@
 """Where the configs, experiments and embedded models are, in a checkout and in an installed wheel."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from posbench.errors import UserError
@@ -17,6 +20,8 @@ PAPERS = tuple(sorted(file.parent for file in EXPERIMENTS.glob("*/__init__.py"))
 """A folder for each paper, laid out as one that a user gives by ``--config-dir``; its modules are a package."""
 BUILT_IN = (CONF, *PAPERS)
 """posbench's own config folders."""
+PLUGINS = "posbench.plugins"
+"""Group of the entry points of plug-ins: each names a package, laid out as a folder given by ``--config-dir``."""
 REFERENCE_TABLES = ("reference/*.csv", "*/reference/*.csv")
 """Tables below :data:`EXPERIMENTS` with the papers' own numbers: shared between papers, and each paper's."""
 MODELS = PACKAGE / "embedded" / "models"
@@ -36,6 +41,7 @@ PLURALS = {
 }
 """Plural of each group of choices, a folder of :data:`CONF`."""
 GROUPS = tuple(PLURALS)
+_FOLDERS_OF_CHOICES = (*GROUPS, "runtime/cluster", "experiment")
 
 if str(EXPERIMENTS) not in sys.path:
     sys.path.append(str(EXPERIMENTS))
@@ -48,35 +54,101 @@ def model_path(path: str) -> str:
     return str(Path(path).expanduser())
 
 
-def config_folders(user_folder: str | None, field: str = "--config-dir") -> list[Path]:
-    """posbench's config folders and the user's, if any, whose modules can be imported from then on.
+@cache
+def plugins() -> Mapping[Path, str]:
+    """The config folders of the installed plug-ins, each with the name of its distribution. None is imported.
 
     Raises:
-        UserError: There is no such folder, or a module in it has the name of a paper's package; ``field`` is the
-            argument that named the folder.
+        UserError: A plug-in has no choices, or one that posbench or another plug-in has, too.
     """
+    found = dict[Path, str]()
+    # In one order, whatever that of the installation.
+    for entry in sorted(entry_points(group=PLUGINS)):
+        distribution = entry.dist.name if entry.dist else entry.name
+        field = f"plug-in {distribution}"
+        folder = _package_folder(entry.value)
+        if folder is None or not any(
+            any((folder / group).glob("*.yaml")) for group in _FOLDERS_OF_CHOICES
+        ):
+            allowed = "an installed package that holds YAML files, as method/NAME.yaml"
+            hint = f"install {distribution} again, or uninstall it"
+            raise UserError(field, entry.value, allowed, hint)
+        if taken := _taken_choice(folder, (*BUILT_IN, *found)):
+            choice, file = taken
+            allowed = (
+                f"names that {_distribution(file, found) or 'posbench'} does not have"
+            )
+            hint = f"rename it in {distribution}, or uninstall {distribution}"
+            raise UserError(field, choice, allowed, hint)
+        found[folder] = distribution
+    return found
+
+
+def _package_folder(name: str) -> Path | None:
+    """The folder of a package, without importing it; None if it is not installed."""
+    top, *rest = name.split(".")
+    spec = find_spec(top) if top.isidentifier() else None
+    roots = (spec and spec.submodule_search_locations) or ()
+    folders = (Path(root, *rest).absolute() for root in roots)
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _taken_choice(folder: Path, others: Sequence[Path]) -> tuple[str, Path] | None:
+    """The first choice of a folder that one of the others has, too: as it is typed, and the other's file."""
+    for group in _FOLDERS_OF_CHOICES:
+        for file in sorted((folder / group).glob("*.yaml")):
+            other = find_choice(group, file.stem, others)
+            if other:
+                return f"{group}={file.stem}", other
+    return None
+
+
+def distribution_of(file: Path) -> str | None:
+    """The distribution of the plug-in that a choice's file belongs to; None if it belongs to none."""
+    return _distribution(file, plugins())
+
+
+def _distribution(file: Path, folders: Mapping[Path, str]) -> str | None:
+    return next((folders[f] for f in folders if file.is_relative_to(f)), None)
+
+
+def config_folders(user_folder: str | None, field: str = "--config-dir") -> list[Path]:
+    """posbench's config folders, those of plug-ins, and the user's, if any, whose modules can be imported from then on.
+
+    Raises:
+        UserError: There is no such folder, a module in it has the name of a paper's package, or it has a choice of a
+            plug-in; ``field`` is the argument that named the folder. Or a plug-in is wrong, see :func:`plugins`.
+    """
+    folders = [*BUILT_IN, *plugins()]
     if user_folder is None:
-        return list(BUILT_IN)
+        return folders
     folder = Path(user_folder).expanduser().absolute()
     if not folder.is_dir():
         allowed = "an existing folder with your YAML files"
         raise UserError(field, user_folder, allowed, "check the path")
-    if folder in BUILT_IN:
-        return list(BUILT_IN)
+    if folder in folders:
+        return folders
     for paper in PAPERS:
         for module in (folder / f"{paper.name}.py", folder / paper.name):
             if module.exists():
                 # Python would import posbench's in its place, without a word.
                 allowed = f"no module of the name of posbench's {paper.name}"
                 raise UserError(field, str(module), allowed, "rename it")
+    if taken := _taken_choice(folder, list(plugins())):
+        choice, file = taken
+        allowed = f"no {choice}, which the plug-in {distribution_of(file)} has"
+        raise UserError(
+            field, str(folder), allowed, "rename it, or uninstall the plug-in"
+        )
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    return [*BUILT_IN, folder]
+    return [*folders, folder]
 
 
 def own_folder(folders: Sequence[Path]) -> Path | None:
     """The user's own among config folders; None without one."""
-    return next((folder for folder in folders if folder not in BUILT_IN), None)
+    given = (f for f in folders if f not in BUILT_IN and f not in plugins())
+    return next(given, None)
 
 
 def find_choice(

@@ -255,8 +255,9 @@ def resolve_target(
     except (ImportError, AttributeError, ValueError) as error:
         allowed = "the import path of a class"
         hint = f"check conf/{prefix}/*.yaml ({error})"
-        if isinstance(error, ModuleNotFoundError) and not module.startswith("posbench"):
-            hint = f"your own {module}.py is not found: add --config-dir DIR, the folder that holds it"
+        own = module.partition(".")[0] != "posbench"
+        if isinstance(error, ModuleNotFoundError) and own:
+            hint = f"your own {module}.py is not found: install its plug-in, or add --config-dir DIR, which holds it"
         raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"

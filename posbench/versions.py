@@ -1,5 +1,6 @@
 """Which versions are installed, and whether posbench supports them; pyproject.toml states the ranges once."""
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -36,9 +37,10 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def installed_versions() -> dict[str, str]:
-    """Versions of those of posbench's requirements that are installed, for the record of a run."""
-    found = {r.name: version_of(r.name) for r in _requirements()}
+def installed_versions(plugins: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of those of posbench's requirements that are installed, and of plug-ins, for the record of a run."""
+    names = [*(requirement.name for requirement in _requirements()), *plugins]
+    found = {name: version_of(name) for name in names}
     return {name: number for name, number in found.items() if number}
 
 

@@ -18,6 +18,7 @@ from posbench.pipeline.compose import compose
 from posbench.pipeline.config import check_config
 from tests.cli import test_examples, test_experiments, test_kills, test_tasks
 from tests.conftest import Result, config_of, run_folders
+from tests.plugins import forget, install_example
 
 reader = test_tasks.reader
 
@@ -188,6 +189,17 @@ def needs_no_weights(text: str) -> bool:
     return values.get("model", "tiny").startswith("tiny") and not lacks
 
 
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plug-in that the documents install."""
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    install_example(tmp_path / "site-packages")
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("plugin")
 def test_the_runs_that_documents_show_compose_and_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -234,6 +246,7 @@ def shrunk(text: str, reader: Path, files: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize("text", [*filter(needs_no_weights, RUNS)])
 def test_the_runs_that_documents_show_run(
     text: str,

@@ -30,7 +30,8 @@ def ls(args: list[str]) -> int:
       --json            as JSON
       --config-dir DIR  your own YAML files, too
 
-    A terminal gets a table, a pipe tab-separated columns below a header.
+    The column from names the installed plug-in that brings a choice. A terminal gets a table, a pipe tab-separated
+    columns below a header.
 
     example: posbench ls experiments | cut -f 1
     """
@@ -69,7 +70,8 @@ def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
     for name in choices(*paths.group_folders(group, folders)):
         file = paths.find_choice(group, name, folders)
         if file:
-            records.append({"name": name, **_facts(kind, file)})
+            origin = {"from": paths.distribution_of(file)}
+            records.append({"name": name, **_facts(kind, file), **origin})
     return records
 
 

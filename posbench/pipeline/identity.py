@@ -402,7 +402,7 @@ def provenance(
         "posbench": versions.__version__,
         "git": _git_commit(),
         "python": platform.python_version(),
-        "packages": versions.installed_versions(),
+        "packages": versions.installed_versions(paths.plugins().values()),
         "hardware": describe_hardware(),
         "identity": dict(run_identity),
         "files": [content.fact for content in read],

@@ -79,12 +79,12 @@ def import_from(recorded: str | None, config: Any, reader: str) -> list[Path]:
     names = _own_modules(config)
     folder = config_dir_chosen() or (Path(recorded) if recorded else None)
     if folder is None:
-        return list(paths.BUILT_IN)
+        return paths.config_folders(None)
     if not folder.is_dir():
         missing = [f"{name}.py" for name in names if locate_module(name) is None]
         # An installed package has them.
         if not missing:
-            return list(paths.BUILT_IN)
+            return paths.config_folders(None)
         allowed = f"the folder with {', '.join(missing)} of {reader}"
         hint = "it is gone: add --config-dir DIR, where it is now"
         raise UserError("--config-dir", str(folder), allowed, hint)
