@@ -71,7 +71,10 @@ def ls_runs(args: list[str]) -> int:
         print(f"posbench: no run in {outputs}{condition}{hint}", file=sys.stderr)
     console = make_console()
     if console.is_terminal and "--json" not in remaining:
-        console.print(index.run_table(records, console.width))
+        # As a title of the table it would break where the table ends.
+        console.print(index.list_title(records), highlight=False, style="italic")
+        if records:
+            console.print(index.run_table(records, console.width))
     else:
         show_lists({index.list_title(records): records}, "--json" in remaining)
     return 0

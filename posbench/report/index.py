@@ -290,9 +290,7 @@ def run_table(records: Sequence[Record], width: int) -> Table:
             _widest_what_cell(name, texts, what_width)
             for name, texts in zip(names, settings, strict=True)
         ]
-    table = Table(
-        title=Text(list_title(records)), title_justify="left", box=None, pad_edge=False
-    )
+    table = Table(box=None, pad_edge=False)
     table.padding = (0, layout.gap, 0, 0)
     for name in columns:
         is_number = name in NUMBER_COLUMNS
