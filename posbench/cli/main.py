@@ -68,7 +68,7 @@ Verbs (posbench VERB --help says more):
   figures       run many experiments side by side; those without downloaded
                 weights take 17 minutes on two cores
   ls            list what can be chosen: models, tasks, methods, ...
-  ls runs       list runs: settings, score, bias, age, state
+  ls runs       list runs, a line each: settings, verdict, score, bias, age
   compare       set runs side by side in one table and one figure
   check-data    say what a data file holds, and the command that runs it
   fetch         list and download what a config needs

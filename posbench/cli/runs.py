@@ -9,7 +9,7 @@ from pathlib import Path
 from posbench.cli.options import option
 from posbench.errors import UserError, near
 from posbench.report import index
-from posbench.report.console import Record, show_lists
+from posbench.report.console import Record, make_console, show_lists
 from posbench.run.folder import find_run
 
 
@@ -48,10 +48,11 @@ def ls_runs(args: list[str]) -> int:
     usage: posbench ls runs [FILTERS] [--outputs DIR] [--json] [--config-dir DIR]
 
     A filter is ``column=value`` (run, folder, model, task, method, study, state), ``key=value`` of a
-    setting, with ``*`` for anything, or a word of a row. Columns: the hash and version of a run, what ran,
-    the settings in which the rows shown differ, score and position bias of the method in % and points with
-    their 95 % intervals, verdicts of a study, age, and state: done, running, killed, failed, incomplete
-    (some rows failed), mixed (a file changed under it), damaged. A pipe gets TSV with all numbers.
+    setting, with ``*`` for anything, or a word of a row. A run has one line: its hash, what ran, the settings
+    in which it differs from runs of the same kind, the verdict, score and position bias of the method in %
+    and points, and age; a wide terminal has 95 % intervals, too. A run that is not done has its state in place
+    of the verdict: running, killed, failed, incomplete (some rows failed), mixed (a file changed under it),
+    damaged. A pipe gets TSV with all numbers.
 
     example: posbench ls runs model=tiny task.pairs=12 state=done
     """
@@ -68,9 +69,14 @@ def ls_runs(args: list[str]) -> int:
         if filters and outputs.is_dir():
             hint = index.suggest_filter(filters, index.records(outputs))
         print(f"posbench: no run in {outputs}{condition}{hint}", file=sys.stderr)
-    show_lists(
-        {index.list_title(records): records}, "--json" in remaining, index.terminal_rows
-    )
+    console = make_console()
+    if console.is_terminal and "--json" not in remaining:
+        # As a title of the table it would break where the table ends.
+        console.print(index.list_title(records), highlight=False, style="italic")
+        if records:
+            console.print(index.run_table(records, console.width))
+    else:
+        show_lists({index.list_title(records): records}, "--json" in remaining)
     return 0
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
+
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
 
 from posbench.errors import UserError, near
 from posbench.report.console import Record
@@ -16,10 +22,60 @@ from posbench.run.progress import duration
 from posbench.stats import outcomes
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name
+from posbench.stats.verdict import BIAS, FIXED, NO_BIAS, NOT_FIXED
 
 RAN_COLUMN = "method / study"
-SETTINGS_COLUMN = "settings"
+WHAT_COLUMN = "what"
+NUMBER_COLUMNS = {
+    "score": "score",
+    "difference": "difference",
+    "bias": "position_bias",
+}
+"""Columns of a record by header on a terminal."""
 MAX_SETTING_CHARACTERS = 24
+GOOD = "green"
+BAD = "red"
+UNDECIDED = "yellow"
+STYLES = {
+    NO_BIAS: GOOD,
+    FIXED: GOOD,
+    BIAS: BAD,
+    NOT_FIXED: BAD,
+    "failed": BAD,
+    "damaged": BAD,
+    "mixed": BAD,
+    "running": "cyan",
+    "done": "",
+}
+"""Colours of verdicts and states; of all others: UNDECIDED."""
+
+
+class Layout(NamedTuple):
+    """How much a list of runs shows.
+
+    Attributes:
+        is_wide: With intervals, and with counts of all verdicts of a study.
+        hidden: Columns that are left out.
+        has_all_settings: It is taken only if all settings fit; else those must that tell runs apart.
+        gap: Spaces between columns.
+    """
+
+    is_wide: bool = False
+    hidden: tuple[str, ...] = ()
+    has_all_settings: bool = True
+    gap: int = 2
+
+
+LAYOUTS = (
+    Layout(is_wide=True),
+    Layout(is_wide=True, hidden=("difference",)),
+    Layout(),
+    Layout(hidden=("difference",)),
+    Layout(hidden=("difference",), gap=1),
+    Layout(hidden=("difference",), has_all_settings=False, gap=1),
+    Layout(hidden=("difference", "age"), has_all_settings=False, gap=1),
+)
+"""From the richest to the shortest; in the last one names are cut, too."""
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> list[dict[str, str]]:
@@ -79,6 +135,7 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
                 "verdicts": run.verdicts,
                 "started": run.started,
                 "seconds": run.seconds,
+                "verdict": run.verdict,
             }
         )
     return rows
@@ -154,86 +211,304 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
     return passing
 
 
-def terminal_rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """Return the cells of a list of runs as a terminal shows them, without those that :func:`common_cells` has.
-
-    Settings stand below the method or study if that has a column, else in a column of their own.
-    """
-    common = common_cells(records)
-    rows = [_terminal_row(record) for record in records]
-    if RAN_COLUMN not in common:
-        for row in rows:
-            row[RAN_COLUMN] = f"{row[RAN_COLUMN]}\n{row.pop(SETTINGS_COLUMN)}".strip()
-    return [
-        {name: text for name, text in row.items() if name not in common} for row in rows
-    ]
-
-
 def list_title(records: Sequence[Record]) -> str:
-    """The number of runs, and the cells that all have in common."""
+    """The number of runs, and the cells that they have in common."""
     count = f"{len(records)} run" if len(records) == 1 else f"{len(records)} runs"
     common = ", ".join(
         f"{name} {value}" for name, value in common_cells(records).items()
     )
-    return f"{count}, all: {common}" if common else count
+    return f"{count}: {common}" if common else count
 
 
 def common_cells(records: Sequence[Record]) -> dict[str, str]:
-    """Return version, model, task, method or study, and state, as far as all of several runs have them in common."""
+    """Return version, model, task, and method or study, where all of several runs that have one have the same."""
     if len(records) < 2:
         return {}
     rows = [_name_cells(record) for record in records]
     common = {}
-    for name, cell in rows[0].items():
-        if cell and all(row[name] == cell for row in rows):
-            common[name] = cell
+    for name in rows[0]:
+        values = {row[name] for row in rows} - {""}
+        if len(values) == 1:
+            (common[name],) = values
     return common
 
 
 def _name_cells(record: Record) -> dict[str, str]:
-    """A record's names and state on a terminal."""
-    suite, version = Path(record["folder"]).absolute().parts[-3:-1]
-    # The suite is left out where it has the name of the task or study.
-    is_named = suite in (record["task"], record["study"])
+    """A record's version and names, as they stand in the title of a list."""
+    experiment = _experiment(record)
+    version = _version(record)
     names = [name for name in (record["study"], record["method"]) if name]
     if len(names) == 2 and names[1] == UNMODIFIED:
         names = names[:1]
     return {
-        "in": version if is_named else f"{suite}/{version}",
+        "in": f"{experiment}/{version}" if experiment else version,
         "model": record["model"],
         "task": record["task"],
-        RAN_COLUMN: ", ".join(map(display_name, names)),
-        "state": record["state"],
+        RAN_COLUMN: " ".join(map(display_name, names)),
     }
 
 
-def _terminal_row(record: Record) -> dict[str, str]:
-    """A record's cells on a terminal."""
-    names = _name_cells(record)
-    settings = []
-    for key, value in record["settings"].items():
-        text = f"{key.partition('.')[2]}={value}"
-        settings.append(cut_text(text, MAX_SETTING_CHARACTERS))
-    # A study has verdicts on claims in place of a score.
-    verdicts = record["verdicts"].replace(", ", "\n")
-    score = estimate_cell(record, "score")
-    difference = estimate_cell(record, "difference", signed=True)
-    if str(record.get("note", "")).startswith(outcomes.PROBLEM):
-        score = outcomes.PROBLEM
-        difference = ""
+def _experiment(record: Record) -> str:
+    """The experiment that a run belongs to; empty without one: its folder then has the name of the task or study."""
+    name = Path(record["folder"]).absolute().parts[-3]
+    return "" if name in (record["task"], record["study"]) else name
+
+
+def _version(record: Record) -> str:
+    return Path(record["folder"]).absolute().parts[-2]
+
+
+def run_table(records: Sequence[Record], width: int) -> Table:
+    """Return the list of runs for a terminal: a line for each run, without what :func:`common_cells` has.
+
+    What is least important is left out until the lines fit: first intervals, then the difference from the unmodified
+    model, settings beyond those that tell runs apart, the age, further settings, the ends of names.
+
+    Args:
+        records: The runs, as :func:`records` returns them.
+        width: Characters of a line.
+    """
+    common = common_cells(records)
+    names = [_names_text(record, common) for record in records]
+    settings = _settings_texts(records)
+    num_needed = _num_needed_settings(records, settings)
+    whole = [_what_cell(*parts) for parts in zip(names, settings, strict=True)]
+    readable = [
+        _what_cell(name, texts, count)
+        for name, texts, count in zip(names, settings, num_needed, strict=True)
+    ]
+    layout = LAYOUTS[-1]
+    for layout in LAYOUTS:
+        what = whole if layout.has_all_settings else readable
+        if _total_width(_columns(records, what, layout), layout.gap) <= width:
+            break
+    columns = _columns(records, whole, layout)
+    excess = _total_width(columns, layout.gap) - width
+    if excess > 0 and WHAT_COLUMN in columns:
+        what_width = max(_column_width(columns, WHAT_COLUMN) - excess, 0)
+        columns[WHAT_COLUMN] = [
+            _widest_what_cell(name, texts, what_width)
+            for name, texts in zip(names, settings, strict=True)
+        ]
+    table = Table(box=None, pad_edge=False)
+    table.padding = (0, layout.gap, 0, 0)
+    for name in columns:
+        is_number = name in NUMBER_COLUMNS
+        table.add_column(
+            name,
+            justify="right" if is_number else "left",
+            no_wrap=True,
+            overflow="crop",
+        )
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _columns(
+    records: Sequence[Record], what: Sequence[Text], layout: Layout
+) -> dict[str, list[Text]]:
+    """Return the columns of a list of runs by header, without empty and hidden ones.
+
+    Args:
+        records: The runs.
+        what: For each run its names and settings.
+        layout: What is shown.
+    """
+    signed = {"difference": True}
+    columns = {
+        "run": [_hash_cell(record) for record in records],
+        WHAT_COLUMN: list(what),
+        "verdict": [_verdict_cell(record, layout.is_wide) for record in records],
+    }
+    for header, name in NUMBER_COLUMNS.items():
+        columns[header] = [
+            _number_cell(record, name, layout.is_wide, header in signed)
+            for record in records
+        ]
+    columns["age"] = [Text(age(record["started"])) for record in records]
     return {
-        "run": record["run"],
-        "in": names["in"],
-        "model": names["model"],
-        "task": names["task"],
-        RAN_COLUMN: names[RAN_COLUMN],
-        SETTINGS_COLUMN: "\n".join(settings),
-        "score": verdicts or score,
-        "difference": difference,
-        "position bias": estimate_cell(record, "position_bias"),
-        "age": age(record["started"]),
-        "state": names["state"],
+        name: cells
+        for name, cells in columns.items()
+        if name not in layout.hidden and any(cell.plain for cell in cells)
     }
+
+
+def _total_width(columns: Mapping[str, Sequence[Text]], gap: int) -> int:
+    """Characters of a line of a table, with ``gap`` spaces between columns."""
+    widths = [_column_width(columns, name) for name in columns]
+    return sum(widths) + gap * (len(widths) - 1)
+
+
+def _column_width(columns: Mapping[str, Sequence[Text]], name: str) -> int:
+    """Characters of the widest cell of a column, its header included."""
+    return max(len(name), *(cell.cell_len for cell in columns[name]))
+
+
+def _what_cell(name: str, settings: Sequence[str], count: int | None = None) -> Text:
+    """A run's names with the first ``count`` of its settings, all without a count, and dots for those left out."""
+    count = len(settings) if count is None else count
+    dots = ["..."] if count < len(settings) else []
+    text = " ".join([*settings[:count], *dots])
+    cell = Text(f"{name}  " if name and text else name)
+    return cell.append(text, style="dim")
+
+
+def _widest_what_cell(name: str, settings: Sequence[str], width: int) -> Text:
+    """A run's names with as many whole settings as fit into ``width`` characters; too long names are cut."""
+    for count in range(len(settings), -1, -1):
+        cell = _what_cell(name, settings, count)
+        if cell.cell_len <= width:
+            return cell
+    cell = Text(name)
+    if cell.cell_len > width:
+        cell.truncate(max(width - 3, 0))
+        cell.append("..."[:width])
+    return cell
+
+
+def _names_text(record: Record, common: Mapping[str, str]) -> str:
+    """The names of what ran: model, experiment, task, study and method, without those that all runs have in common."""
+    cells = _name_cells(record)
+    cells["in"] = _experiment(record)
+    if record["study"]:
+        cells["task"] = ""
+    order = ("model", "in", "task", RAN_COLUMN)
+    return " ".join(cells[name] for name in order if cells[name] and name not in common)
+
+
+def _settings_texts(records: Sequence[Record]) -> list[list[str]]:
+    """Return for each run the settings in which it differs from others of its kind, as ``key=value``.
+
+    Those with the most values come first. The task of a study and the version of a run count as settings.
+    """
+    all_settings = [_all_settings(record) for record in records]
+    keys: dict[tuple[str, ...], dict[str, None]] = {}
+    for record, settings in zip(records, all_settings, strict=True):
+        keys.setdefault(_kind(record), {}).update(dict.fromkeys(settings))
+    values: dict[tuple[tuple[str, ...], str], set[str]] = {}
+    for record, settings in zip(records, all_settings, strict=True):
+        kind = _kind(record)
+        for key in keys[kind]:
+            values.setdefault((kind, key), set()).add(settings.get(key, ""))
+    texts = []
+    for record, settings in zip(records, all_settings, strict=True):
+        kind = _kind(record)
+        # Sorting keeps the order of a config among keys with equally many values.
+        ordered = sorted(keys[kind], key=lambda key: -len(values[kind, key]))
+        texts.append(
+            [
+                cut_text(
+                    f"{key.partition('.')[2] or key}={settings[key]}",
+                    MAX_SETTING_CHARACTERS,
+                )
+                for key in ordered
+                if key in settings and len(values[kind, key]) > 1
+            ]
+        )
+    return texts
+
+
+def _num_needed_settings(
+    records: Sequence[Record], settings: Sequence[Sequence[str]]
+) -> list[int]:
+    """Return for each run how many of its settings, from the first on, tell it from all others of its kind.
+
+    Args:
+        records: The runs.
+        settings: The settings of each, as :func:`_settings_texts` returns them.
+    """
+    num_same = Counter[tuple[tuple[str, ...], tuple[str, ...]]]()
+    for record, texts in zip(records, settings, strict=True):
+        for count in range(len(texts) + 1):
+            num_same[_kind(record), tuple(texts[:count])] += 1
+    needed = []
+    for record, texts in zip(records, settings, strict=True):
+        counts = (
+            count
+            for count in range(len(texts))
+            if num_same[_kind(record), tuple(texts[:count])] == 1
+        )
+        needed.append(next(counts, len(texts)))
+    return needed
+
+
+def _all_settings(record: Record) -> dict[str, str]:
+    """The settings of a run by key, its version and the task of a study among them."""
+    settings = {**record["settings"], "version": _version(record)}
+    if record["study"]:
+        settings["task"] = record["task"]
+    return settings
+
+
+def _kind(record: Record) -> tuple[str, ...]:
+    """What runs must have in common for their settings to be compared: all their names; of studies not the task."""
+    task = "" if record["study"] else record["task"]
+    names = (record[name] for name in ("model", "method", "study"))
+    return (task, *names, _experiment(record))
+
+
+def _hash_cell(record: Record) -> Text:
+    """A run's hash, which links to its page where there is one."""
+    page = Path(record["folder"]).absolute() / "report.html"
+    style = Style(link=page.as_uri()) if page.is_file() else Style()
+    return Text(record["run"], style=style)
+
+
+def _verdict_cell(record: Record, is_wide: bool) -> Text:
+    """The verdict on a run in one word or a few, in its colour; of a run without one, its state.
+
+    Args:
+        record: The run.
+        is_wide: Whether all verdicts on a study's claims are counted, or only those that hold.
+    """
+    state = record["state"]
+    if state != "done":
+        return Text(state, style=STYLES.get(state, UNDECIDED))
+    if _lacks_answers(record):
+        return Text(outcomes.PROBLEM, style=UNDECIDED)
+    tally = record["verdicts"]
+    if not tally:
+        verdict = record["verdict"] or state
+        return Text(verdict, style=STYLES.get(verdict, UNDECIDED))
+    counts = dict[str, int]()
+    for part in tally.split(", "):
+        count, _, word = part.partition(" ")
+        counts[word] = int(count)
+    num_held = counts.get("hold", 0) + counts.get("holds", 0)
+    total = sum(counts.values())
+    style = BAD if "contradicted" in counts else UNDECIDED
+    if num_held == total:
+        style = GOOD
+    if not is_wide:
+        tally = f"{num_held} of {total} {'holds' if total == 1 else 'hold'}"
+    return Text(tally, style=style)
+
+
+def _number_cell(
+    record: Record, name: str, is_wide: bool, signed: bool = False
+) -> Text:
+    """An estimate of a record in points; empty where nothing is known.
+
+    Args:
+        record: The run.
+        name: Column of the estimate.
+        is_wide: Whether its interval is shown, or the reason why there is no number.
+        signed: Whether a positive value has a plus sign.
+    """
+    if name != "position_bias" and _lacks_answers(record):
+        return Text("")
+    if is_wide:
+        return Text(estimate_cell(record, name, signed).replace("\n", " "))
+    value = record[name]
+    if value is None:
+        return Text("")
+    return Text(f"{100 * value:+z.1f}" if signed else f"{100 * value:z.1f}")
+
+
+def _lacks_answers(record: Record) -> bool:
+    """Whether so many answers of a run are missing that its score says nothing."""
+    return str(record.get("note", "")).startswith(outcomes.PROBLEM)
 
 
 def cut_text(text: str, max_characters: int) -> str:

@@ -89,6 +89,7 @@ class RunSummary:
         names: Names of its model, task, method, search and study, by group; empty where it has none.
         settings: Settings that can move a number, as an override spells them, by dotted key. In a finished run, null
             values are replaced by the results of its search.
+        verdict: The verdict on the position bias of a finished run (docs/metrics.md); empty where none was measured.
         verdicts: How a study's claims fared, of a finished run.
         estimates: Score, difference and position bias of its method, of a finished run; without a
             method, the unmodified model's. None marks a number that was not measured.
@@ -100,6 +101,7 @@ class RunSummary:
     seconds: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    verdict: str = ""
     verdicts: str = ""
     estimates: Mapping[str, Any] = field(default_factory=dict)
 
@@ -240,6 +242,7 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
         status.get("seconds"),
         names={group: _name(config.get(group)) for group in NAMED_GROUPS},
         settings=_settings(config),
+        verdict=_bias_verdict(folder) if state == "done" else "",
         verdicts=_tally_verdicts(folder) if is_done else "",
     )
     return summary, _read_totals(folder) if is_done else []
@@ -301,6 +304,20 @@ def _read_totals(folder: Path) -> list[dict[str, str]]:
     """The rows of metrics.csv over all gold positions."""
     rows = _read_rows(folder / METRICS_FILE)
     return [row for row in rows if row.get("gold_position") == "all"]
+
+
+def _bias_verdict(folder: Path) -> str:
+    """The verdict on a run's position bias; empty where none was measured, or not in the columns of this version."""
+    from posbench.report.folder import read_csv
+    from posbench.stats.verdict import run_verdict
+
+    try:
+        metrics = read_csv(folder / METRICS_FILE)
+    except UserError:
+        # A table of an older version, with other columns: the list has its score, but nothing to judge it by.
+        return ""
+    verdict = run_verdict(metrics)
+    return verdict.name if verdict else ""
 
 
 def _tally_verdicts(folder: Path) -> str:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
+from rich.cells import cell_len
+from rich.console import Console
 
 from posbench.cli.main import main
 from posbench.files.atomic import to_canonical
+from posbench.report.folder import read_csv
 from posbench.report.index import (
     age,
     list_title,
     records,
-    terminal_rows,
+    run_table,
 )
+from posbench.report.summaries import summaries
 from posbench.run.folder import RunDir, find_run, open_run, runs_in
 from posbench.run.lease import owning
 from posbench.schema import override_text
 from posbench.stats.findings import FINDING_COLUMNS
+from posbench.stats.verdict import run_verdict
 from tests.conftest import Result
 from tests.frames import metrics, with_missing_answers
 from tests.messages import assert_names, refused
@@ -43,7 +50,7 @@ def made(
     }
     ran = more.pop("ran", {})
     config = {
-        "model": {"name": "tiny", "path": "x"},
+        "model": more.pop("model", {"name": "tiny", "path": "x"}),
         "task": task,
         "method": method,
         **more,
@@ -236,27 +243,156 @@ def test_filters(outputs: Path) -> None:
         records(outputs, ["task.pair=12"])
 
 
-def test_on_a_terminal(outputs: Path) -> None:
+def lines(outputs: Path, width: int, *filters: str) -> list[str]:
+    """The list as a terminal of that width shows it, without its title; colours and links left out."""
+    console = Console(width=width, file=StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(run_table(records(outputs, filters), width))
+    text = capture.get().splitlines()
+    assert all(cell_len(line) <= width for line in text)
+    start = next(i for i, line in enumerate(text) if line.startswith("run "))
+    return text[start:]
+
+
+def cells(outputs: Path, width: int, *filters: str) -> list[list[str]]:
+    """The words of each line but the header."""
+    return [line.split() for line in lines(outputs, width, *filters)[1:]]
+
+
+def test_a_run_has_one_line_and_the_newest_is_first(outputs: Path) -> None:
+    hashes = [run.hash for run in summaries(runs_in(outputs))]
+    for width in (60, 80, 100, 160, 400):
+        listed = [words[0] for words in cells(outputs, width)]
+        assert sorted(listed) == sorted(hashes)
+        assert listed == [record["run"] for record in records(outputs)]
+
+
+def test_a_line_has_what_ran_its_settings_verdict_score_bias_and_age(
+    outputs: Path,
+) -> None:
     found = records(outputs, ["scale_channel"])
-    shared = ("v001", "model tiny", "task kv_retrieval", "scale_channel", "state done")
+    shared = ("v001", "model tiny", "task kv_retrieval", "scale_channel")
     assert_names(list_title(found), "2 runs", *shared)
-    first, second = terminal_rows(found)
-    assert first["settings"] == "pairs=24\nfactor=-1" and second["run"] == "aaaa0001"
-    assert (
-        first["score"] == "92.7\n[89.7, 95.7]"
-        and first["difference"] == "+8.7\n[4.7, 12.7]"
+    narrow = cells(outputs, 50, "scale_channel")
+    assert narrow[0][:4] == ["aaaa0002", "pairs=24", "factor=-1", "done"]
+    assert narrow[0][4] == "92.7"
+    (study,) = cells(outputs, 50, "maps")
+    assert study[:8] == ["cccc0001", "tiny", "fig9", "maps", "2", "of", "3", "hold"]
+    failed, killed, plain, *_ = cells(outputs, 80, "kv_retrieval")
+    assert failed[:3] == ["bbbb0003", "unmodified", "version=v002"]
+    assert failed[3] == "failed" and killed[3] == "killed"
+    assert plain[:4] == ["bbbb0001", "unmodified", "version=v001", "done"]
+
+
+def test_a_wide_terminal_has_intervals_differences_and_all_verdicts(
+    outputs: Path,
+) -> None:
+    first, _ = lines(outputs, 160, "scale_channel")[1:]
+    assert "92.7 [89.7, 95.7]" in first and "+8.7 [4.7, 12.7]" in first
+    assert "2 hold, 1 inconclusive" in lines(outputs, 160, "maps")[1]
+
+
+def test_settings_are_compared_among_runs_of_one_kind(outputs: Path) -> None:
+    found = {words[0]: words for words in cells(outputs, 160)}
+    assert {"pairs=12", "factor=0"} < set(found["aaaa0001"])
+    assert {"pairs=24", "factor=-1"} < set(found["aaaa0002"])
+    assert not any("pairs" in word for word in found["bbbb0001"]), "other methods"
+
+
+def sweep(outputs: Path) -> None:
+    """Twelve runs of one method: three factors, two seeds, and channels that follow the seeds."""
+    for day, (factor, seed, limit) in enumerate(
+        itertools.product((0.5, 0, -1), (1, 2), (30, 40)), 1
+    ):
+        made(
+            outputs / f"kv_retrieval/v003/tiny__scale_channel__eeee{day:04d}",
+            {"name": "scale_channel", "channel": 70 + seed, "factor": factor},
+            day,
+            task={"seed": seed, "limit": limit},
+        )
+
+
+def test_no_two_lines_of_a_kind_are_alike_even_where_settings_are_left_out(
+    outputs: Path,
+) -> None:
+    sweep(outputs)
+    for width in (80, 160):
+        shown = cells(outputs, width, "v003")
+        settings = [[word for word in words if "=" in word] for words in shown]
+        assert len(shown) == 12 and len({*map(tuple, settings)}) == 12, width
+    # A factor has three values, all others two.
+    assert all(words[0].startswith("factor=") for words in settings)
+    assert any("channel=71" in words for words in settings), "there is room for all"
+    narrow = cells(outputs, 60, "v003")
+    assert all("..." in words for words in narrow)
+    whole = {word for words in settings for word in words}
+    left = {word for words in narrow for word in words if "=" in word}
+    assert left <= whole, "a value is shown in full or not at all"
+
+
+def test_long_names_are_cut_before_a_line_breaks(outputs: Path) -> None:
+    name = "a-model-with-a-name-that-is-longer-than-many-a-line-of-a-terminal"
+    made(
+        outputs / "kv_retrieval/v003/x__none__ffff0001",
+        {"name": "none"},
+        9,
+        model={"name": name, "path": "x"},
     )
-    assert terminal_rows(records(outputs, ["maps"]))[0] | {"age": ""} == {
-        **{
-            "run": "cccc0001",
-            "in": "fig9/v001",
-            "model": "tiny",
-            "task": "",
-            "method / study": "maps",
-        },
-        **{"score": "2 hold\n1 inconclusive", "difference": "", "position bias": ""},
-        **{"age": "", "state": "done"},
+    for width in (60, 80):
+        first = cells(outputs, width)[0]
+        assert first[0] == "ffff0001" and first[1].endswith("...")
+        assert name.startswith(first[1].removesuffix("...")) and "done" in first
+
+
+def test_the_verdict_is_that_of_the_run(outputs: Path) -> None:
+    folder = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001"
+    table = metrics()
+    bias = table.iloc[[0, 0]].assign(
+        metric="position_bias",
+        gold_position="all",
+        method=["none", "scale_channel"],
+        value=0.3,
+        ci_low=0.2,
+        ci_high=0.4,
+        note="",
+    )
+    pd.concat([table, bias]).to_csv(folder / "metrics.csv", index=False)
+    RunDir(folder, "aaaa0001").seal("posbench")
+    verdict = run_verdict(read_csv(folder / "metrics.csv"))
+    assert verdict is not None
+    assert by_hash(outputs)["aaaa0001"]["verdict"] == verdict.name
+    assert f" {verdict.name} " in lines(outputs, 80, "run=aaaa0001")[1]
+    assert by_hash(outputs)["bbbb0003"]["verdict"] == "", "it is not done"
+
+
+def test_a_table_of_an_older_version_has_a_score_but_no_verdict(outputs: Path) -> None:
+    folder = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001"
+    metrics().drop(columns="note").to_csv(folder / "metrics.csv", index=False)
+    RunDir(folder, "aaaa0001").seal("posbench")
+    found = by_hash(outputs)["aaaa0001"]
+    assert found["verdict"] == "" and found["score"] is not None
+    assert " done " in lines(outputs, 80, "run=aaaa0001")[1]
+
+
+def test_a_verdict_has_a_colour_and_a_hash_opens_the_page(outputs: Path) -> None:
+    folder = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001"
+    page = folder / "report.html"
+    page.write_text("")
+    console = Console(
+        width=80, file=StringIO(), force_terminal=True, color_system="standard"
+    )
+    with console.capture() as capture:
+        console.print(run_table(records(outputs), 80))
+    by_line = {
+        name: line
+        for line in capture.get().splitlines()
+        for name in by_hash(outputs)
+        if name in line
     }
+    assert f";{page.as_uri()}\x1b\\aaaa0001\x1b]8;;" in by_line["aaaa0001"]
+    assert "file:" not in by_line["aaaa0002"], "it has no page"
+    assert "\x1b[31mfailed" in by_line["bbbb0003"]
+    assert "\x1b[33m2 of 3 hold" in by_line["cccc0001"]
 
 
 def test_missing_answers_have_no_score_in_the_list(outputs: Path) -> None:
@@ -265,8 +401,9 @@ def test_missing_answers_have_no_score_in_the_list(outputs: Path) -> None:
     bias = table[table["note"] != ""].assign(metric="position_bias", value=None)
     pd.concat([table, bias]).to_csv(folder / "metrics.csv", index=False)
     RunDir(folder, "aaaa0001").seal("posbench")
-    (row,) = terminal_rows(records(outputs, ["run=aaaa0001"]))
-    assert row["score"] == "missing answers" and row["difference"] == ""
+    header, line = lines(outputs, 80, "run=aaaa0001")
+    assert "missing answers" in line
+    assert not {"score", "difference", "bias"} & set(header.split())
 
 
 def test_age() -> None:
