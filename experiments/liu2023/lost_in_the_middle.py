@@ -25,6 +25,7 @@ from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
 from posbench.run.folder import PREDICTIONS
 from posbench.run.replies import scored_replies
+from posbench.run.reply_rows import prompt_columns
 from posbench.run.stop import StopRules
 from posbench.schema import Count, Several
 from posbench.stats import bootstrap
@@ -364,15 +365,9 @@ class Replies:
         )
         return tabulator.metrics(rows)
 
-    def _prompt_columns(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Mean tokens of prompts, the model's window, and their ratio; NaN where they are not known."""
-        tokens = [row["tokens"] for row in rows if row.get("tokens")]
-        mean = float(np.mean(tokens)) if tokens else math.nan
-        return {
-            "tokens": round(mean, 1),
-            "window": self._window,
-            "window_share": round(mean / self._window, 4),
-        }
+    def _prompt_columns(self, rows: Sequence[Row]) -> dict[str, float | None]:
+        """Mean tokens of prompts, the model's window, and their ratio; None where they are not known."""
+        return prompt_columns(rows, self._run.encoder.context_window)
 
     def cells(self) -> list[Row]:
         """Rows of ``cells.csv``."""
@@ -740,7 +735,7 @@ def describe_result(tables: Tables) -> str:
         curve = curve.sort_values("depth")["value"].to_list()
         share = ""
         if not pd.isna(verdict["window_share"]):
-            share = f" ({100 * verdict['window_share']:.2g} % of the window)"
+            share = f" ({100 * verdict['window_share']:.3g} % of the window)"
         shape = verdict["shape"]
         named = f", {shape}" if isinstance(shape, str) and shape else ""
         first, middle, last = map(
@@ -834,7 +829,7 @@ def _accuracy_table(cells: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
                 "-" if pd.isna(row["tokens"]) else f"{row['tokens']:,.0f}",
                 "-"
                 if pd.isna(row["window_share"])
-                else f"{100 * row['window_share']:.2g} %",
+                else f"{100 * row['window_share']:.3g} %",
             ]
         )
     return header, table

@@ -27,7 +27,14 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
 from posbench.run.base import Run
-from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RunDir, as_json
+from posbench.run.folder import (
+    AUDIT,
+    EVALUATE_STAGE,
+    PREDICTIONS,
+    PROVENANCE,
+    RunDir,
+    as_json,
+)
 from posbench.run.plan import Subject
 from posbench.run.proofs import (
     COMPUTATION,
@@ -36,7 +43,7 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
-from posbench.run.replies import EVALUATE_STAGE, ReplyBatches
+from posbench.run.replies import ReplyBatches
 from posbench.run.reply_rows import (
     FIELDS_OF_EXAMPLE,
     FIELDS_OF_SCORE,

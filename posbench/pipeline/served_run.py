@@ -16,8 +16,7 @@ from posbench.pipeline.served import (
 )
 from posbench.run.base import Run
 from posbench.run.budget import Spending, price_of
-from posbench.run.folder import PREDICTIONS
-from posbench.run.replies import EVALUATE_STAGE
+from posbench.run.folder import EVALUATE_STAGE, PREDICTIONS
 
 PROBE_ENTRY = "probe"
 """The entry for requests before the questions, in the record of a run's spending."""

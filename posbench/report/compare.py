@@ -362,6 +362,7 @@ def _row(run: ComparedRun, difference: Row) -> Row:
         "shape": shape_in_metrics(run.metrics, run.method),
         "n": len(run.prompts),
         "pairs": difference.get("pairs"),
+        "window_share": run.summary.window_share,
     }
     for measure, (metric, _) in MEASURES.items():
         row |= _estimate_columns(measure, _estimate(run.metrics, metric))
@@ -377,8 +378,21 @@ def _estimate_columns(name: str, estimate: Estimate | None) -> Row:
 
 
 def terminal_rows(rows: Sequence[Record]) -> list[dict[str, str]]:
-    """The table as a terminal shows it: scores in %, all else in points."""
-    return [_terminal_row(row) for row in rows]
+    """The table as a terminal shows it: scores in %, all else in points.
+
+    Where runs differ in the share of the context window that their prompts take, it has a column.
+    """
+    cells = [_terminal_row(row) for row in rows]
+    shares = [_share_cell(row["window_share"]) for row in rows]
+    if len(set(shares)) > 1:
+        for cells_of_run, share in zip(cells, shares, strict=True):
+            cells_of_run["window share"] = share
+    return cells
+
+
+def _share_cell(share: float | None) -> str:
+    """The share of the context window that prompts take, in %; empty where not known."""
+    return "" if share is None else f"{100 * share:.3g} %"
 
 
 def _terminal_row(row: Record) -> dict[str, str]:

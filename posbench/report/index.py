@@ -132,6 +132,7 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
                 **_names(run, outputs),
                 "settings": settings,
                 **run.estimates,
+                "window_share": run.window_share,
                 "verdicts": run.verdicts,
                 "started": run.started,
                 "seconds": run.seconds,

@@ -20,6 +20,7 @@ from posbench.late import pd
 from posbench.run.folder import (
     CONFIG,
     DONE,
+    EVALUATE_STAGE,
     MANIFEST,
     METHOD_FILE,
     PROVENANCE,
@@ -93,6 +94,7 @@ class RunSummary:
         verdicts: How a study's claims fared, of a finished run.
         estimates: Score, difference and position bias of its method, of a finished run; without a
             method, the unmodified model's. None marks a number that was not measured.
+        window_share: Mean prompt tokens over the context window, of a finished run; None where not known.
     """
 
     folder: Path
@@ -104,6 +106,7 @@ class RunSummary:
     verdict: str = ""
     verdicts: str = ""
     estimates: Mapping[str, Any] = field(default_factory=dict)
+    window_share: float | None = None
 
     @property
     def hash(self) -> str:
@@ -244,8 +247,17 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
         settings=_settings(config),
         verdict=_bias_verdict(folder) if state == "done" else "",
         verdicts=_tally_verdicts(folder) if is_done else "",
+        window_share=_window_share(status) if is_done else None,
     )
     return summary, _read_totals(folder) if is_done else []
+
+
+def _window_share(status: Mapping[str, Any]) -> float | None:
+    """The share of the context window that prompts take, from a run's status.json; None where not known."""
+    share: float | None = (
+        status.get("stages", {}).get(EVALUATE_STAGE, {}).get("window_share")
+    )
+    return share
 
 
 def _state(run: RunDir, status: Mapping[str, Any]) -> ListedState:

@@ -27,7 +27,12 @@ from posbench.report.tables import (
     unmeasurable_bias,
 )
 from posbench.run.budget import money
-from posbench.run.folder import PREDICTIONS, PROVENANCE, open_run_dir
+from posbench.run.folder import (
+    EVALUATE_STAGE,
+    PREDICTIONS,
+    PROVENANCE,
+    open_run_dir,
+)
 from posbench.run.method import TYPED, typed_in_place
 from posbench.run.progress import duration
 from posbench.stats.findings import FINDING_VERDICTS
@@ -308,6 +313,21 @@ def describe_cut_prompts(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{len(lengths)} of {len(dropped)} prompts were shortened to the context window ({mean})."
 
 
+def describe_window_share(facts: Mapping[str, Any]) -> str:
+    """Say how much of the model's context window the prompts take; empty where it is not known.
+
+    Args:
+        facts: The record of the stage ``evaluate``, see :func:`posbench.run.reply_rows.prompt_columns`.
+    """
+    share = facts.get("window_share")
+    if share is None:
+        return ""
+    return (
+        f"Prompts of {facts['tokens']:,.0f} tokens on average, "
+        f"{100 * share:.3g} % of the window of {facts['window']:,}."
+    )
+
+
 def describe_missing_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     """Number, kinds and reasons of rows without an answer; empty if every row has one.
 
@@ -570,11 +590,12 @@ def verdict_table(findings: pd.DataFrame) -> Table:
 
 
 def describe_prompts(folder: Path) -> str:
-    """Return sentences on cut prompts, varying chat templates, missing answers and a server; empty if all is usual."""
+    """Return sentences on a run's prompts (share of the window, cuts, chat template), missing answers and server."""
     out = open_run_dir(folder)
     rows = out.rows_without_error(PREDICTIONS)
     facts = read_json(folder / "prompts.json") or {}
     sentences = [
+        describe_window_share(out.stage(EVALUATE_STAGE)),
         describe_cut_prompts(rows),
         template_sentence(facts.get("template_reads", ())),
         describe_missing_answers(rows),

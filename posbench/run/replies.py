@@ -12,13 +12,12 @@ from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan
+from posbench.run.folder import EVALUATE_STAGE
 from posbench.run.plan import Plan, Prompts, Request, Subject
 from posbench.run.reply_rows import make_row
 from posbench.run.stop import StopRules
 from posbench.stats.outcomes import is_scorable
 from posbench.tasks import Example
-
-EVALUATE_STAGE = "evaluate"
 
 
 def scored_replies(

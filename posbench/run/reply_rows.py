@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from posbench.backends.base import NO_WINDOW
 from posbench.files.atomic import Row, short_hash
 from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.model.encode import Encoded
@@ -64,6 +69,31 @@ def _tokens_of_prompt(reply: Row) -> int | None:
     """Return the tokens of one prompt by a server's count; None if it does not count."""
     total = reply.get("prompt_tokens")
     return None if total is None else total // reply.get("requests", 1)
+
+
+def prompt_columns(
+    rows: Iterable[Mapping[str, Any]], window: int
+) -> dict[str, float | None]:
+    """Return how much of the model's context window prompts take.
+
+    Args:
+        rows: Rows of predictions.jsonl; those without ``tokens`` are left out.
+        window: The context window in tokens, :data:`NO_WINDOW` where it is not known.
+
+    Returns:
+        ``tokens`` (mean over the rows), ``window``, and ``window_share``, their ratio; None where not known.
+    """
+    tokens = [row["tokens"] for row in rows if row.get("tokens")]
+    mean = float(np.mean(tokens)) if tokens else None
+    known_window = window if window < NO_WINDOW else None
+    share = None
+    if mean is not None and known_window is not None:
+        share = round(mean / known_window, 4)
+    return {
+        "tokens": None if mean is None else round(mean, 1),
+        "window": known_window,
+        "window_share": share,
+    }
 
 
 FIELDS_OF_EXAMPLE = (

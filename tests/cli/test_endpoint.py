@@ -198,6 +198,8 @@ def test_prompts_that_were_not_read_have_no_score(
     assert outcomes == {"answered"}
     on_page = describe_prompts(folder)
     assert_names(on_page, "2 of 18", "context overflow", "1 not read", "1 refused")
+    # The server tells no window.
+    assert "of the window" not in on_page
     metrics = pd.read_csv(folder / "metrics.csv").query(
         "gold_position == 'all' and metric == 'accuracy'"
     )

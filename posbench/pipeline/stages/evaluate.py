@@ -15,6 +15,7 @@ from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.folder import (
+    EVALUATE_STAGE,
     PREDICTIONS,
     RESCORED,
     RunDir,
@@ -22,8 +23,8 @@ from posbench.run.folder import (
     was_rescored,
 )
 from posbench.run.plan import subjects
-from posbench.run.replies import EVALUATE_STAGE, plan_replies, scored_replies
-from posbench.run.reply_rows import prompt_digest, rescored_row
+from posbench.run.replies import plan_replies, scored_replies
+from posbench.run.reply_rows import prompt_columns, prompt_digest, rescored_row
 from posbench.run.stop import StopRules
 from posbench.search.base import note_verdict
 from posbench.stats.frames import UNMODIFIED
@@ -63,11 +64,13 @@ def run(config: Config, run: Run) -> None:
         shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
     rules = StopRules(shape_rule, run.deadline, run.spending)
     rows_by_method = scored_replies(run, PREDICTIONS, methods, encoded, rules)
-    run.out.mark(EVALUATE_STAGE, **_facts_of_stop(config, rules, shape_rule))
+    all_rows = [row for rows in rows_by_method.values() for row in rows]
+    facts = _facts_of_stop(config, rules, shape_rule)
+    facts |= prompt_columns(all_rows, run.encoder.context_window)
+    run.out.mark(EVALUATE_STAGE, **facts)
     run.out.mark(PREDICTIONS, key=unmodified_key, done=rules.stop is None)
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
-    all_rows = [row for rows in rows_by_method.values() for row in rows]
     resamples = run.runtime.resamples
     anytime = shape_rule.intervals(all_rows) if shape_rule else {}
     if not write_metrics(task, run.model.name, resamples, run.out, all_rows, anytime):
