@@ -68,6 +68,18 @@ def test_every_interval_of_the_page_is_in_a_committed_table(page: str) -> None:
     assert not is_kept(("12.3", "4.56", "78.9"), kept)
 
 
+def test_every_interval_of_the_bench_of_remedies_is_in_its_tables() -> None:
+    kept: list[Interval] = []
+    for file in (RESULTS / "remedies").glob("*.csv"):
+        table = pd.read_csv(file)
+        for name in ("accuracy", "difference", "bias"):
+            columns = table[[name, f"{name}_low", f"{name}_high"]].dropna()
+            kept += list(columns.itertuples(index=False, name=None))
+    groups = page_groups("remedies")
+    assert len(groups) > 25
+    assert [group for group in groups if not is_kept(group, kept)] == []
+
+
 def test_each_number_that_no_run_stands_behind_says_so() -> None:
     table = pd.read_csv(RESULTS / "smollm2_numbers.csv", dtype=str)
     assert not table[["page", "quantity", "command", "source"]].isna().any(axis=None)
