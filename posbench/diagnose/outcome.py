@@ -338,17 +338,22 @@ def best_place_in_prompt(scores: Array, positions: Sequence[int]) -> str:
     choosing, measuring = scores[::2], scores[1::2]
     if len(measuring) < 2:
         return ""
-    best = int(choosing.mean(axis=0).argmax())
-    others = np.delete(measuring, best, axis=1).mean(axis=1)
-    gains = measuring[:, best] - others
-    gain = difference(gains, [str(number) for number in range(len(gains))])
+    means = choosing.mean(axis=0)
+    best = int(means.argmax())
+    last = len(positions) - 1
+    place = {0: "first", last: "last"}.get(best, f"at item {positions[best] + 1}")
+    chosen = [best]
+    if best == 0 and means[last] == means[0]:
+        place = "first or last"
+        chosen = [0, last]
+    there = measuring[:, chosen].mean(axis=1)
+    others = np.delete(measuring, chosen, axis=1).mean(axis=1)
+    gain = difference(there - others, [str(number) for number in range(len(there))])
     if gain.ci_low <= 0:
         return ""
-    ends = {0: "first", len(positions) - 1: "last"}
-    place = ends.get(best, f"at item {positions[best] + 1}")
     return (
-        f"put what matters {place}: {100 * measuring[:, best].mean():.0f} % right there, {100 * others.mean():.0f} % "
-        f"elsewhere, {points(gain)} points more on {gain.n} questions that did not choose the place"
+        f"put what matters {place}: {100 * there.mean():.0f} % right there, {100 * others.mean():.0f} % elsewhere, "
+        f"{points(gain)} points more on {gain.n} questions that did not choose the place"
     )
 
 

@@ -182,6 +182,10 @@ def test_the_place_is_measured_on_questions_that_did_not_choose_it() -> None:
     assert place.startswith("put what matters first: 100 % right there, 50 % elsewhere")
     assert "50.0 [" in place and "20 questions" in place
     assert "at item 6" in best_place_in_prompt(scores[:, [1, 0, 1]], [0, 5, 9])
+    both = best_place_in_prompt(np.array([[1.0, 0.0, 0.0, 1.0]] * 8), range(4))
+    assert both.startswith(
+        "put what matters first or last: 100 % right there, 0 % elsewhere"
+    )
     # By chance some place is always the best of the first half; the second half does not confirm it.
     noise = np.random.default_rng(0).random((400, 40, 9)).round()
     found = [bool(best_place_in_prompt(rows, range(9))) for rows in noise]
