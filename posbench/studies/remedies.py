@@ -17,13 +17,14 @@ from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.methods.prompt_change import PromptChange
 from posbench.plots import base as plot
-from posbench.plots.section import Drawn
+from posbench.plots.section import Drawn, Section
 from posbench.run.base import Run
 from posbench.run.folder import PREDICTIONS
 from posbench.run.plan import Subject
 from posbench.run.replies import plan_replies, scored_replies
 from posbench.schema import Count
 from posbench.stats import bootstrap
+from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.policies import MARGIN, Scores
@@ -39,6 +40,18 @@ NO_EFFECT = "less than 5 points"
 CANNOT_TELL = "cannot tell"
 LEFT_OUT = "left out"
 TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+HEADER = (
+    "remedy",
+    "changes",
+    "average (%)",
+    "difference (points)",
+    "worst position (%)",
+    "position bias (points)",
+    "time",
+    "tokens",
+    "n",
+    "verdict",
+)
 ALIKE = 1.0
 """Points within which remedies are alike; of these the cheapest is named."""
 
@@ -224,6 +237,46 @@ class Remedies(TimingStudy):
         claim = "a remedy raises the average"
         return [Finding.above(claim, statistic, points, 0.0).control()]
 
+    def answer(self, tables: Tables) -> str:
+        """See :meth:`Study.answer`."""
+        table = tables["remedies"]
+        raced = table[(table["method"] != UNMODIFIED) & (table["verdict"] != LEFT_OUT)]
+        if raced.empty:
+            return ""
+        best = best_remedy(raced)
+        change = with_interval(
+            best["difference"], best["difference_low"], best["difference_high"], "+.1f"
+        )
+        what = (
+            f"{change} points at {best['time']:.1f} times the time, n = {best['n']:.0f}"
+        )
+        others = f"{len(raced)} remedies, the interval holds for all together"
+        if best["verdict"] == HELPS:
+            return f"Try {best['method']} first: {what} ({others})."
+        return f"No remedy raises the average for sure; the best is {best['method']}, {what} ({others})."
+
+    def sections(self, tables: Tables, figures: Drawn) -> list[Section]:
+        """See :meth:`Study.sections`: the remedies, the best first, and those left out with the reason."""
+        table = tables["remedies"]
+        is_out = table["verdict"] == LEFT_OUT
+        ranked = table[~is_out].sort_values(
+            "difference", ascending=False, kind="stable"
+        )
+        rows = [_cells(row) for row in ranked.to_dict("records")]
+        left_out = [
+            [str(row["method"]), str(row["note"])]
+            for row in table[is_out].to_dict("records")
+        ]
+        text = (
+            "The same questions for all. Differences are paired against the unmodified model and prompt, and their "
+            "intervals hold for all remedies together; the other intervals are those of each alone (95 %). Time: of a "
+            "prompt with its reply, all in turn in this run."
+        )
+        return [
+            Section("Remedies", text, HEADER, rows, figures),
+            Section("Left out", "", ("method", "reason"), left_out),
+        ]
+
     def figures(self, tables: Tables) -> Drawn:
         """Average and worst position over the time of a prompt."""
         table = tables["remedies"]
@@ -248,6 +301,27 @@ def best_remedy(raced: pd.DataFrame) -> Row:
     ]
     best: Row = alike.sort_values("time", kind="stable").iloc[0].to_dict()
     return best
+
+
+def _cells(row: Row) -> list[str]:
+    """A remedy as a row of the page's table."""
+    is_base = row["method"] == UNMODIFIED
+
+    def interval(name: str, form: str = ".1f") -> str:
+        return with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], form)
+
+    return [
+        "unmodified" if is_base else str(row["method"]),
+        "" if is_base else str(row["changes"]),
+        interval("accuracy"),
+        "" if is_base else interval("difference", "+.1f"),
+        f"{row['worst']:.0f}",
+        interval("bias"),
+        f"{row['time']:.2f}",
+        f"{row['tokens']:.0f}",
+        f"{row['n']:.0f}",
+        "" if is_base else str(row["verdict"]),
+    ]
 
 
 def _verdict(gain: bootstrap.Estimate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,10 @@ def test_numbers_are_those_of_the_rows(
     )
     assert result.status == 0, result.err
     (folder,) = outputs.glob("remedies/v*/*__*")
+    best = re.search(r"(?:Try|the best is) (\w+)", result.out)
+    page = (folder / "report.html").read_text()
+    assert best and best[1] in ("documents_twice", "scale_channel")
+    assert "the same prompts as the unmodified ones" in page
     table = pd.read_csv(folder / "remedies.csv", keep_default_na=False)
     table = table.set_index("method")
     scores: dict[str, dict[str, float]] = defaultdict(dict)
