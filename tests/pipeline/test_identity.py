@@ -12,7 +12,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from posbench import paths
+from posbench import paths, versions
 from posbench.files.digests import read_contents
 from posbench.files.sources import checkpoint_source as checkpoint_source
 from posbench.methods.ms_poe import MsPoE
@@ -348,7 +348,7 @@ def test_libraries_are_part_of_a_run(
     names = [_name(config)]
     for library in ("torch", "transformers"):
         monkeypatch.setattr(
-            identity, "version", lambda asked, own=library: "9" if asked == own else "1"
+            versions, "version", lambda asked, own=library: "9" if asked == own else "1"
         )
         names.append(_name(config))
     assert len(set(names)) == 3
