@@ -554,7 +554,7 @@ class Course:
             folder = self.runs.execute(
                 "prompts",
                 overrides,
-                share=END_SHARES["prompts"] if self.runs.has_checkpoint else LAST_SHARE,
+                share=self._prompts_end_share,
                 method=None,
                 stages="study",
             )
@@ -572,13 +572,18 @@ class Course:
             f"task.limit={questions}",
         ]
 
+    @property
+    def _prompts_end_share(self) -> float:
+        """Share of the budget that is spent when changed prompts are raced; at a server nothing follows."""
+        return END_SHARES["prompts"] if self.runs.has_checkpoint else LAST_SHARE
+
     def _prompt_questions(self) -> int:
         """Return how many questions at each position the budget leaves for the race of changed prompts."""
-        part = "shape"
-        seconds = self.runs.seconds_of_run[part] / max(self.diagnosis.prompts[part], 1)
+        num_prompts = max(self.diagnosis.prompts["shape"], 1)
+        seconds = self.runs.seconds_of_run["shape"] / num_prompts
         cost = seconds if self.allowance.is_time else self._cost_of_prompt()
-        share = END_SHARES["prompts"] if self.runs.has_checkpoint else LAST_SHARE
-        affordable = self.allowance.left(share) / max(3 * PROMPT_COST * cost, 1e-9)
+        left = self.allowance.left(self._prompts_end_share)
+        affordable = left / max(3 * PROMPT_COST * cost, 1e-9)
         return int(min(affordable, self._typed_limit(PROMPT_QUESTIONS)))
 
     def _remedies(self) -> None:

@@ -278,7 +278,7 @@ class _Row:
         return torch.cat(outputs, dim=1), last_query, self.rotated(self.key, columns)
 
     def scores(self, rows: slice, keys: Tensor, starts: Tensor) -> Tensor:
-        """Return the scores of some queries, -inf where a key is shut, [H, R, S].
+        """Return the scores of some queries, the lowest number where a key is shut, [H, R, S].
 
         Args:
             rows: R of the queries.

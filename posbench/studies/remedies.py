@@ -103,8 +103,10 @@ class Remedies(TimingStudy):
             position and position bias in points, tokens and time of a prompt, verdict. ``curves``: accuracy at each
             gold position.
         """
-        methods, left_out = self._applicable(run)
         encoded = run.prompts.encode(run.evaluation)
+        longest = max(len(prompt.ids) for prompt in encoded.values())
+        num_tokens = longest + run.task.max_new_tokens
+        methods, left_out = self._applicable(run, num_tokens)
         rows = scored_replies(run, PREDICTIONS, methods, encoded)
         metric = run.task.metric
         scores = {name: _scores(rows[name], metric) for name in methods}
@@ -147,20 +149,24 @@ class Remedies(TimingStudy):
             table.append({"method": name, "verdict": LEFT_OUT, "note": reason})
         return {"remedies": pd.DataFrame(table), "curves": pd.DataFrame(curves)}
 
-    def _applicable(self, run: Run) -> tuple[dict[str, Method], dict[str, str]]:
-        """The methods that fit model and task, the unmodified model first, and the reasons against the others."""
+    def _applicable(
+        self, run: Run, num_tokens: int
+    ) -> tuple[dict[str, Method], dict[str, str]]:
+        """The methods that fit model and task, the unmodified model first, and the reasons against the others.
+
+        Args:
+            run: The run.
+            num_tokens: Tokens of the longest prompt with its reply.
+        """
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         left_out: dict[str, str] = {}
         name_of_prompts = {tuple(e.prompt for e in run.evaluation): UNMODIFIED}
-        encoded = run.prompts.encode(run.evaluation)
-        longest = max(len(prompt.ids) for prompt in encoded.values())
-        longest += run.task.max_new_tokens
         for name in self.methods or run.all_methods:
             try:
                 method = run.all_methods[name].build()
                 method.check(run.lm)
                 unchanged = method.unchanged_length(run.lm)
-                if longest <= unchanged:
+                if num_tokens <= unchanged:
                     left_out[name] = f"changes texts of more than {unchanged} tokens"
                     continue
                 if isinstance(method, PromptChange):
@@ -219,8 +225,7 @@ class Remedies(TimingStudy):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether any remedy raises the average for sure."""
-        table = tables["remedies"]
-        raced = table[(table["method"] != UNMODIFIED) & (table["verdict"] != LEFT_OUT)]
+        raced = _raced(tables["remedies"])
         if raced.empty:
             return []
         best = best_remedy(raced)
@@ -239,8 +244,7 @@ class Remedies(TimingStudy):
 
     def answer(self, tables: Tables) -> str:
         """See :meth:`Study.answer`."""
-        table = tables["remedies"]
-        raced = table[(table["method"] != UNMODIFIED) & (table["verdict"] != LEFT_OUT)]
+        raced = _raced(tables["remedies"])
         if raced.empty:
             return ""
         best = best_remedy(raced)
@@ -286,6 +290,11 @@ class Remedies(TimingStudy):
             "unmodified model's (black). Named are the remedies than which no other is both better and cheaper."
         )
         return {"remedies": (_draw(drawn), caption)}
+
+
+def _raced(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the remedies that were asked."""
+    return table[(table["method"] != UNMODIFIED) & (table["verdict"] != LEFT_OUT)]
 
 
 def best_remedy(raced: pd.DataFrame) -> Row:
