@@ -26,7 +26,7 @@ from posbench.stats.bootstrap import Array, Estimate, Group
 from posbench.stats.findings import Finding, estimate_row
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
-from posbench.studies.base import Study, Tables
+from posbench.studies.base import Tables
 from posbench.studies.prompts import (
     ItemChange,
     LayerRange,
@@ -64,7 +64,7 @@ EMPTY_SPAN = [(0, 0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CropMask(Study):
+class CropMask(shared.GoldStudy):
     """Crop mask and moved position ids of the gold item, and what its attention and the accuracy do.
 
     Position ids are moved in all layers (:mod:`posbench.perturbations.move_positions`), but not in models
@@ -119,11 +119,12 @@ class CropMask(Study):
         """See :meth:`Study.workload`."""
         num_variants = 1 + len(self._changes())
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
-        return [InspectionPasses(examples, times=num_variants, replies=num_variants)]
+        passes = InspectionPasses(examples, times=num_variants, replies=num_variants)
+        return [passes, *self.reading(examples)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""
-        prompts = Prompts.of(run, self.examples)
+        prompts = self.prompts(run)
         unmodified = prompts.under(
             UNMODIFIED, lambda batch: nullcontext(), shared.gold_attention_rows
         )

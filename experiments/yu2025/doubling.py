@@ -22,7 +22,7 @@ from posbench.stats import bootstrap
 from posbench.stats.findings import SMALLEST_POINTS, Finding, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
-from posbench.studies.base import Study, Tables
+from posbench.studies.base import Tables
 from posbench.studies.prompts import Prompts, gold_index
 from posbench.tasks import Example
 from posbench.tasks.items import index_at_share, sort_by_gold_position
@@ -39,7 +39,7 @@ MAX_CONTROL_GAIN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doubling(Study):
+class Doubling(shared.GoldStudy):
     """Attention weight on one item, multiplied in the forward pass: what it does to attention and accuracy.
 
     Three changes: of the item at one place whatever it holds (``item``: Figure 7), of the gold item at every
@@ -76,14 +76,15 @@ class Doubling(Study):
     def workload(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.workload`."""
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
-        return [InspectionPasses(examples, times=0, replies=len(MODE_LABELS))]
+        passes = InspectionPasses(examples, times=0, replies=len(MODE_LABELS))
+        return [passes, *self.reading(examples)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.
 
         Attention is the gold item's mean weight per token after the change, over heads and changed layers.
         """
-        prompts = Prompts.of(run, self.examples)
+        prompts = self.prompts(run)
         examples = []
         means = []
         for mode, label in MODE_LABELS.items():

@@ -137,6 +137,10 @@ class Search(ABC):
         """Held-back prompts for the check: at most ``count``, None: the same number as for the search."""
         return run.task.held_back(count or len(run.examples("calibration")))
 
+    def as_measured(self, run: Run, examples: list[Example]) -> list[Example]:
+        """Prompts as the search measures them."""
+        return examples
+
     def prompt_length(self, run: Run, example: Example) -> int:
         """Tokens of a prompt of the check; `UserError` where it does not fit the window."""
         prompt_ids, _ = encode_with_answer(run.lm, example)
@@ -300,7 +304,9 @@ class Search(ABC):
                 lengths[example.id] = self.prompt_length(run, example)
             except UserError:
                 refused_questions.add(example.cluster)
-        examples = [e for e in examples if e.cluster not in refused_questions]
+        examples = self.as_measured(
+            run, [e for e in examples if e.cluster not in refused_questions]
+        )
         batches = run.prompts.batches_by_length(
             examples, lambda example: lengths[example.id]
         )

@@ -18,6 +18,7 @@ from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
 from posbench.run.base import Run
+from posbench.run.leads import LEADS_FILE, ReadAt, examples_at_answer
 from posbench.run.proofs import (
     COMPUTATION,
     REQUEST,
@@ -63,11 +64,14 @@ class DeploySearch(Search):
             answer, on calibration prompts where it has some, else on those of its evaluation.
         side_rise: Largest rise of that loss, in nats per token; 0.02 makes the right answer 2 % less likely.
         side_prompts: Most prompts of the side task, spread over all.
+        read_at: The loss is that of the answer right after the ``prompt``, or, with ``answer``, after the words that
+            the unmodified model puts before it in its own reply.
     """
 
     row_files: ClassVar[Sequence[str]] = (
         SEARCH_ROWS_FILE,
         DEPLOY_ROWS,
+        LEADS_FILE,
         held_back.HELD_BACK_ROWS_FILE,
     )
 
@@ -77,6 +81,7 @@ class DeploySearch(Search):
     side_task: Task | None = None
     side_rise: NonNegative = 0.02
     side_prompts: Count = 100
+    read_at: ReadAt = "prompt"
 
     @property
     def folds(self) -> bool:
@@ -89,6 +94,12 @@ class DeploySearch(Search):
         if self.folds or self.side_task:
             return self.shortlist or self.top_k
         return 0
+
+    def as_measured(self, run: Run, examples: list[Example]) -> list[Example]:
+        """See :meth:`Search.as_measured`."""
+        if self.read_at == "answer":
+            return examples_at_answer(run, examples)
+        return examples
 
     def files(self) -> tuple[Source, ...]:
         """The files of the side task."""
@@ -193,7 +204,7 @@ class DeploySearch(Search):
             replace(mode, channel=c.channel, factor=c.factor, layers=c.layers)
             for c in shortlisted
         ]
-        examples = run.examples("calibration")
+        examples = self.as_measured(run, run.examples("calibration"))
         clusters = [e.question_id for e in examples]
         losses_last_1 = losses[[0, *(i + 1 for i in shortlist)]]
         shipped_losses = losses_last_1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Annotated, ClassVar, Literal, get_args
 
 import numpy as np
@@ -21,6 +22,7 @@ from posbench.plots.attention import draw_over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
+from posbench.run.leads import words_before
 from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
@@ -34,7 +36,7 @@ from posbench.stats.findings import (
 )
 from posbench.stats.position_bias import dip_from_rows, position_curves
 from posbench.studies import prompts as shared
-from posbench.studies.base import Study, Tables
+from posbench.studies.base import Tables
 from posbench.studies.prompts import Prompts, gold_index
 from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
@@ -80,7 +82,7 @@ LENGTH = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionToGold(Study):
+class AttentionToGold(shared.GoldStudy):
     """Attention of the last token to every item as the gold item moves; layers and heads that follow it.
 
     The retrieval score of a layer or head is the share of examples in which it gives the gold item the
@@ -147,6 +149,7 @@ class AttentionToGold(Study):
             InspectionPasses(examples, times=1, replies=1, shared=True)
             for examples in examples_by_task
         ]
+        measured_passes += self.reading([*chain.from_iterable(examples_by_task)])
         head_examples = sort_by_gold_position(examples_by_task[0], HEAD_EXAMPLES)
         measured_passes.append(InspectionPasses(head_examples, times=1, shared=True))
         return measured_passes
@@ -158,13 +161,14 @@ class AttentionToGold(Study):
             ``maps``, ``head_maps``: mean weights per token by layer or head, gold position and item.
             ``layers``, ``heads``: :func:`retrieval_scores`; of layers also how vertical their map is, and
             whether they are ``used``. ``examples``: attention to the gold item, mean over the used layers,
-            and score. ``lengths``: their means.
+            score, and characters of the reply before its answer (``answer_start``; NaN without one). ``lengths``:
+            their means.
         """
         tables: dict[str, pd.DataFrame] = {}
         used_layers: list[int] = []
         results = []
         for task in self.tasks(run.task):
-            prompts = Prompts.of(run, self.examples, task=task)
+            prompts = self.prompts(run, task)
             key = {"items_per_prompt": task.items}
             rows = prompts.as_read(
                 "attention.jsonl",
@@ -184,7 +188,12 @@ class AttentionToGold(Study):
                 weights = np.array(rows[example.id]["items"])
                 gold_weights = weights[used_layers, gold_index(example)]
                 replies[example.id]["attention"] = gold_weights.mean()
-            results.append(prompts.results(replies))
+            leads = [
+                words_before(replies[example.id]["output"], example.answers)
+                for example in prompts.examples
+            ]
+            starts = [math.nan if lead is None else len(lead) for lead in leads]
+            results.append(prompts.results(replies).assign(answer_start=starts))
         tables["examples"] = pd.concat(results, ignore_index=True)
         tables["lengths"] = shared.means_by_position(
             tables["examples"], ("attention", "score")
@@ -314,6 +323,7 @@ class AttentionToGold(Study):
         if "gold" in self.show:
             rows = lengths[lengths["items"] == num_items]
             caption = f"Attention to the gold item (mean of layers {used_layers}) and score, same examples (95 %)."
+            caption += self._where_read(tables["examples"])
             figures["gold"] = curve_figure(rows), caption
         if "lengths" in self.show and lengths["items"].nunique() > 1:
             caption = (
@@ -322,6 +332,19 @@ class AttentionToGold(Study):
             )
             figures["lengths"] = curve_figure(lengths), caption
         return figures
+
+    def _where_read(self, examples: pd.DataFrame) -> str:
+        """A sentence on where attention was read, if that is not where the answers begin."""
+        if self.read_at == "answer":
+            return " Read at the token before the answer, behind the model's own words."
+        starts = examples["answer_start"].dropna()
+        late = int((starts > 0).sum())
+        if not late:
+            return ""
+        return (
+            f" In {late} of {len(starts)} replies with the answer other words come first; attention is that of the "
+            "prompt's last token, study.read_at=answer reads it at the answer."
+        )
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Judge the paper's claims on layers and heads that follow the gold item, the U shape, accuracy, and length.

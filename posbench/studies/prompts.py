@@ -29,6 +29,8 @@ from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan
+from posbench.run.cost import InspectionPasses
+from posbench.run.leads import ReadAt, examples_at_answer
 from posbench.run.plan import Request, Subject
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
@@ -43,6 +45,7 @@ from posbench.stats.findings import (
 )
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import MAX_MISSING_SHARE, PROBLEM
+from posbench.studies.base import Study
 from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
 
@@ -207,6 +210,33 @@ def gold_attention_rows(batch: Sequence[Example], attention: Array) -> list[Row]
     for example, layers in zip(batch, attention, strict=True):
         rows.append({"attention": round_values(layers[:, gold_index(example)])})
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldStudy(Study):
+    """A study of prompts with a gold item, at the end of the prompt or where the answer begins.
+
+    Attributes:
+        examples: Examples of each gold position at most; None: all.
+        read_at: ``prompt``: the prompts as they are asked; their last token is the one that is looked at.
+            ``answer``: each with the words that the model itself puts before its answer (:mod:`posbench.run.leads`).
+    """
+
+    examples: int | None = None
+    read_at: ReadAt = "prompt"
+
+    def prompts(self, run: Run, task: Task | None = None) -> Prompts:
+        """Return the prompts of a task, the run's by default, that the study looks at."""
+        examples = sort_by_gold_position(need_items(task or run.task), self.examples)
+        if self.read_at == "answer":
+            examples = examples_at_answer(run, examples, task)
+        return Prompts.of(run, examples=examples, task=task)
+
+    def reading(self, examples: Sequence[Example]) -> list[InspectionPasses]:
+        """Workload of finding where the answer begins."""
+        if self.read_at == "prompt":
+            return []
+        return [InspectionPasses(examples, times=0, replies=1)]
 
 
 class ItemChange(NamedTuple):
