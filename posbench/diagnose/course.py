@@ -23,6 +23,7 @@ from posbench.diagnose.outcome import (
     best_place_in_prompt,
     judge_pilot,
     judge_source,
+    judge_structure,
     points,
     shape_of_run,
 )
@@ -115,7 +116,13 @@ FIRST_ITEMS = 20
 """Items of a prompt where user and model's file leave it open, for a pilot on two cores."""
 MIN_EASIER_ITEMS = 6
 """Fewest items of a prompt of an easier task."""
-END_SHARES = {"pilot": 0.2, "source": 0.6, "prompts": 0.75, "remedies": 0.88}
+END_SHARES = {
+    "pilot": 0.2,
+    "source": 0.55,
+    "structure": 0.65,
+    "prompts": 0.77,
+    "remedies": 0.88,
+}
 """Largest share of the budget spent by the end of each part; the rest is for held-back questions."""
 LAST_SHARE = 0.95
 """Share of the budget that is spent when the last question is answered."""
@@ -129,6 +136,12 @@ SOURCE_PROMPTS_PER_QUESTION = 10
 """Prompts in the search for the source: three positions, and seven interventions and controls at the middle one."""
 SOURCE_TIME_RATIO = 2.0
 """Time of such a prompt divided by the time of a prompt of the shape, which shares its prefix with others."""
+STRUCTURE_QUESTIONS = 20
+"""Questions at each of three positions for what structure alone predicts."""
+STRUCTURE_INFLUENCES = 12
+"""Prompts among them whose influence is measured."""
+STRUCTURE_PROMPTS = 2 * (3 * STRUCTURE_QUESTIONS + 4 * STRUCTURE_INFLUENCES)
+"""Prompts in all, a gradient counted as three: replies and influences, each also behind a text."""
 PROMPT_QUESTIONS = 40
 """Questions at each position of the race of changed prompts."""
 MIN_PROMPT_QUESTIONS = 10
@@ -232,6 +245,7 @@ class Course:
             if diagnosis.verdict == BIAS and self.runs.has_checkpoint:
                 self._attention()
                 self._source()
+                self._structure()
                 self._prompts()
                 self._remedies()
             elif diagnosis.verdict == BIAS:
@@ -529,6 +543,36 @@ class Course:
                 needed = f"about {duration(MIN_SOURCE_EXAMPLES * per_question)}"
             diagnosis.source_note = f"it takes {needed}, more than this budget leaves"
         return min(examples, MAX_SOURCE_EXAMPLES)
+
+    def _structure(self) -> None:
+        """Compare the bias with what mask, ALiBi and residual stream alone predict, where the budget allows it."""
+        diagnosis = self.diagnosis
+        cost = STRUCTURE_PROMPTS * self._measured_cost_of_prompt()
+        if diagnosis.source is None or cost > self.allowance.left(
+            END_SHARES["structure"]
+        ):
+            return
+        overrides = [
+            "study=structure",
+            f"study.examples={STRUCTURE_QUESTIONS}",
+            f"study.prompts={STRUCTURE_INFLUENCES}",
+            f"task.positions={_ends_and_middle(self.task.gold_positions)}",
+            f"task.limit={STRUCTURE_QUESTIONS}",
+        ]
+        try:
+            folder = self.runs.execute(
+                "structure",
+                overrides,
+                prompts=STRUCTURE_PROMPTS,
+                stages="study",
+                in_process=True,
+            )
+        except UserError as error:
+            diagnosis.structure = f"not compared, {error.field}: {error.allowed}"
+            return
+        findings = read_csv(folder / "findings.csv")
+        assert findings is not None, "the study writes it"
+        diagnosis.structure = judge_structure(findings)
 
     def _prompts(self) -> None:
         """Race the changes of the prompt on the same task, which any model can be asked under."""

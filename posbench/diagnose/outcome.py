@@ -38,6 +38,7 @@ from posbench.studies.bias_source import (
     best_place,
     read_effects,
 )
+from posbench.studies.structure import CAUSE
 
 Level = Literal["in between", "floor", "ceiling", "missing answers"]
 """Whether a model's replies on a task can show a position bias, and if not, why."""
@@ -240,6 +241,15 @@ def judge_source(tables: Tables, findings: pd.DataFrame) -> Source:
     )
 
 
+def judge_structure(findings: pd.DataFrame) -> str:
+    """Say what structure alone predicts of the bias, from the verdicts of a run of ``study=structure``."""
+    row = findings[findings["claim"] == CAUSE[0]].iloc[0]
+    conclusion, _, numbers = str(row["note"]).partition("; ")
+    if row["verdict"] in ("inconclusive", "not testable"):
+        return f"cannot tell ({row['note']})"
+    return f"{conclusion} ({numbers})"
+
+
 @dataclass(frozen=True)
 class Remedy:
     """A method in the race on calibration prompts.
@@ -271,6 +281,7 @@ class Diagnosis:
         needed_questions: Questions at each position, in all, that would decide on a bias; None: decided.
         source: The source.
         source_note: Why the source was not looked for.
+        structure: What mask, ALiBi and residual stream alone predict of the bias; empty: not compared.
         remedies: The race, the best first.
         remedies_note: Why there was no race, or no winner.
         winner: The method that was asked on held-back questions.
@@ -295,6 +306,7 @@ class Diagnosis:
     needed_questions: int | None = None
     source: Source | None = None
     source_note: str = ""
+    structure: str = ""
     remedies: list[Remedy] = field(default_factory=list)
     remedies_note: str = ""
     winner: str = ""

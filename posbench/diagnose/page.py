@@ -29,6 +29,7 @@ from posbench.stats.verdict import (
     NOT_FIXED,
 )
 from posbench.studies.bias_source import SOURCE_TABLES, BiasSource
+from posbench.studies.structure import Structure
 
 JSON_FILE = "diagnosis.json"
 BADGE_FILE = "badge.svg"
@@ -103,6 +104,8 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         result.append(f"source: {diagnosis.source}")
     elif diagnosis.source_note:
         result.append(f"source: not looked for, {diagnosis.source_note}")
+    if diagnosis.structure:
+        result.append(f"structure: {diagnosis.structure}")
     if diagnosis.place:
         result.append(f"place: {diagnosis.place}")
     if diagnosis.prompt_changes:
@@ -128,6 +131,7 @@ def _sections(diagnosis: Diagnosis) -> list[Section | None]:
         _shape_section(diagnosis),
         _attention_section(diagnosis),
         _source_section(diagnosis),
+        _structure_section(diagnosis),
         _place_section(diagnosis),
         _prompt_section(diagnosis),
         _remedy_section(diagnosis),
@@ -221,6 +225,23 @@ def _source_section(diagnosis: Diagnosis) -> Section | None:
     header = ["intervention", "share of the gap that it closes, %", "questions"]
     tables = study_tables(Path(diagnosis.runs["source"]), SOURCE_TABLES)
     return Section("Source", text, header, rows, BiasSource().figures(tables))
+
+
+def _structure_section(diagnosis: Diagnosis) -> Section | None:
+    """What structure alone predicts of the bias."""
+    if not diagnosis.structure:
+        return None
+    text = (
+        f"{_sentence(diagnosis.structure)}. Structure is the mask, ALiBi, and how much of its own input each layer "
+        "keeps; the content of the prompt is no part of it. A bias that it causes moves with the items when a text "
+        "is put in front of them."
+    )
+    folder = diagnosis.runs.get("structure")
+    if not folder:
+        return Section("What structure alone predicts", text)
+    tables = study_tables(Path(folder), ["structure_items", "structure_scores"])
+    figures = Structure().figures(tables)
+    return Section("What structure alone predicts", text, figures=figures)
 
 
 def _place_section(diagnosis: Diagnosis) -> Section | None:

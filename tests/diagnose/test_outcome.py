@@ -17,6 +17,7 @@ from posbench.diagnose.outcome import (
     best_place_in_prompt,
     judge_pilot,
     judge_source,
+    judge_structure,
 )
 from posbench.diagnose.page import lines, write_diagnosis
 from posbench.diagnose.race import hopeful_methods, winner_of
@@ -24,6 +25,7 @@ from posbench.run.budget import Budget
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.verdict import BIAS, CANNOT_TELL
 from posbench.studies.bias_source import INTERVENTIONS
+from posbench.studies.structure import CAUSE, DIRECTION
 
 QUESTIONS = 20
 
@@ -173,6 +175,28 @@ def test_a_place_is_that_in_the_prompt() -> None:
     assert judge_source(tables, findings).excluded
     tables["bias_source"]["depth"] = [0.25, 0.5, 0.75]
     assert not judge_source(tables, findings).excluded
+
+
+@pytest.mark.parametrize(
+    ("verdict", "note", "expected"),
+    [
+        (
+            "contradicted",
+            "structure gets the direction right, not the cause; item 0 is 7 times",
+            "structure gets the direction right, not the cause (item 0 is 7 times)",
+        ),
+        ("inconclusive", "item 0 is 7 times", "cannot tell (item 0 is 7 times)"),
+        ("not testable", "no sure lead", "cannot tell (no sure lead)"),
+    ],
+)
+def test_structure_is_named_only_where_its_control_decides(
+    verdict: str, note: str, expected: str
+) -> None:
+    rows = [
+        {"claim": DIRECTION[0], "verdict": "holds", "note": ""},
+        {"claim": CAUSE[0], "verdict": verdict, "note": note},
+    ]
+    assert judge_structure(pd.DataFrame(rows)) == expected
 
 
 def test_the_place_is_measured_on_questions_that_did_not_choose_it() -> None:
