@@ -60,7 +60,7 @@ def with_missing_answers(
 
 
 def attention(gain: float = 0.01, method: str = "scale_channel") -> pd.DataFrame:
-    """An attention.csv of 2 layers, 3 items, 3 gold positions; layer 1 is the stronger."""
+    """An attention.csv of 2 layers, 3 items, 3 gold positions; layer 1 is the stronger; intervals of +-0.001."""
     weight = lambda layer, gold, add: 0.01 + 0.01 * layer + 0.002 * gold + add  # noqa: E731
     rows = [
         (
@@ -88,7 +88,10 @@ def attention(gain: float = 0.01, method: str = "scale_channel") -> pd.DataFrame
         "attention",
         "n",
     ]
-    return pd.DataFrame(rows, columns=columns)
+    table = pd.DataFrame(rows, columns=columns)
+    gold = table["attention"].where(table["item"] == table["gold_position"])
+    low, high = gold - 0.001, gold + 0.001
+    return table.assign(attention_ci_low=low, attention_ci_high=high)
 
 
 def search(n: int = 40, selected: int | None = 35) -> pd.DataFrame:

@@ -21,8 +21,8 @@ def attention_by_position(attention: pd.DataFrame) -> Figure:
     only, its own attention.
 
     Args:
-        attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention:
-            the mean weight per token of the item over heads and examples).
+        attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention: the mean
+            weight per token of the item over heads and examples, with the interval of the gold item's).
 
     Raises:
         UserError: A column is missing, no row has item = gold_position, or several models or tasks are mixed.
@@ -60,9 +60,8 @@ def _draw_curves(axes: Axes, rows: pd.DataFrame) -> None:
         else:
             style = plot.line_style(num_modified)
             num_modified += 1
-        curve = of_method.groupby("depth")["attention"].mean()
         label = frames.display_name(method)
-        axes.plot(100 * curve.index, curve.to_numpy(), label=label, **style)
+        plot.band(axes, of_method, style, name="attention", scale=1, label=label)
 
 
 def _draw_map(

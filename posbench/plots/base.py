@@ -33,6 +33,8 @@ PAPER_COLOUR = "#882255"
 COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
 """Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
 (layers, factors, lengths) are steps of a scale instead: see :func:`line_style`."""
+SCALE_END = 0.62
+"""Where the scale of ordered lines ends: lighter steps have a contrast to white of less than 3:1."""
 GOOD_COLOUR = "#2e7d32"
 """The verdict that there is no bias, or none left."""
 BAD_COLOUR = "#c62828"
@@ -100,7 +102,7 @@ ITEM_LABEL = "item (0 is the first)"
 """Axis label of items counted from 0, as in every table."""
 TOKEN_LABEL = "token\n(0 is the first)"
 """Axis label of tokens counted from 0, as in every table; axes of a formula count from 1."""
-DEPTH_LABEL = "gold position (% of the context)"
+DEPTH_LABEL = "gold position (% of the items)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
 
@@ -217,7 +219,7 @@ def line_style(index: int, unmodified: bool = False, steps: int = 0) -> dict[str
             "zorder": 3,
         }
     if steps:
-        colour = matplotlib.colormaps["viridis"](0.88 * index / max(steps - 1, 1))
+        colour = matplotlib.colormaps["plasma"](SCALE_END * index / max(steps - 1, 1))
         return {"color": colour, "linestyle": "-", "marker": marker}
     return {
         "color": COLOURS[index % len(COLOURS)],

@@ -29,6 +29,8 @@ PANELS = {
 """Label of the y axis, factor of the numbers, and the value that prefers no side."""
 MAX_TICK_CHARACTERS = 36
 """Length of all settings above which the x axis numbers them."""
+MAX_BANDS = 5
+"""Lines up to which each has its 95 % band; more bands hide each other."""
 LOG_AXIS_RATIO = 100
 """Largest over smallest of positive settings from which their x axis is logarithmic, as for learning rates."""
 
@@ -121,9 +123,9 @@ def unmodified_of(rows: pd.DataFrame, setting: str) -> pd.DataFrame:
 
 
 def _draw_setting_lines(
-    axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, scale: float
+    axes: Axes, rows: pd.DataFrame, settings: list[str], name: str, scale: float
 ) -> None:
-    """Draw a line over depth per setting.
+    """Draw a line over depth per setting, with its 95 % band where there are few.
 
     The unmodified model's line is drawn once if it is the same in all settings, else
     for each.
@@ -132,14 +134,17 @@ def _draw_setting_lines(
         axes: Where they are drawn.
         rows: Rows with setting, method and depth (0..1).
         settings: The settings in drawing order.
-        y: Column of the y axis.
+        name: The estimate of the y axis, see :func:`posbench.stats.findings.estimate_columns`.
         scale: Factor of its values.
     """
+    y = estimate_columns(name)[0]
+    has_band = len(settings) <= MAX_BANDS
     modified = modified_of(rows)
     unmodified = rows.iloc[:0]
     if len(modified) < len(rows):
         unmodified = rows[rows["method"] == frames.UNMODIFIED]
-    points = unmodified[["depth", y]].drop_duplicates().sort_values("depth")
+    columns = ["depth", *estimate_columns(name)]
+    points = unmodified[columns].drop_duplicates().sort_values("depth")
     is_common = points["depth"].is_unique
     if "run" in unmodified:
         # Equal in every run: each point occurs once per run that has a baseline.
@@ -149,7 +154,9 @@ def _draw_setting_lines(
     styles = _setting_styles(settings)
     for setting, style in zip(settings, styles, strict=True):
         line = modified[modified["setting"] == setting].sort_values("depth")
-        if len(line):
+        if len(line) and has_band:
+            plot.band(axes, line, style, name=name, scale=scale, label=setting)
+        elif len(line):
             axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
         if len(points) and not is_common:
             line = unmodified_of(rows, setting).sort_values("depth")
@@ -163,7 +170,7 @@ def _draw_setting_lines(
             )
     if len(points) and is_common:
         style = plot.line_style(0, unmodified=True)
-        axes.plot(100 * points["depth"], scale * points[y], label="unmodified", **style)
+        plot.band(axes, points, style, name=name, scale=scale, label="unmodified")
 
 
 def _draw_levels(
@@ -218,7 +225,7 @@ def factor_sweep(
     height = max(2.6, 0.8 + 0.16 * len(settings))
     figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=counts)
     _draw_overall(left, rows, settings, label)
-    _draw_setting_lines(right, at_positions, settings, "value", 100)
+    _draw_setting_lines(right, at_positions, settings, "", 100)
     _draw_levels(right, rows, at_positions, settings)
     handles, legend_labels = right.get_legend_handles_labels()
     x_label = label
@@ -329,8 +336,8 @@ def attention_sweep(
         in_layer = of_model[of_model["layer"] == layer]
         rows, settings, label = with_setting(in_layer, swept)
         run = ["run"] if "run" in rows else []
-        groups = rows.groupby(["setting", *run, "method", "depth"], sort=False)
-        curves = groups["attention"].mean().reset_index()
+        columns = ["setting", *run, "method", "depth", *estimate_columns("attention")]
+        curves = rows[columns].drop_duplicates()
         _draw_setting_lines(axes, curves, settings, "attention", 1)
         title = plot.strongest_layer_title(layer)
         plot.attention_axes(axes, f"{model}, {title}" if len(models) > 1 else title)

@@ -581,7 +581,7 @@ def structure_figure(items: pd.DataFrame, scores: pd.DataFrame) -> Figure:
     measured.sharey(predicted)
     for axes, title in ((predicted, "predicted"), (measured, "measured")):
         axes.axhline(1, color=plot.GUIDE, linewidth=0.6)
-        axes.set(xlabel="item (% of the context)", title=title, yscale="log")
+        axes.set(xlabel="item (% of the items)", title=title, yscale="log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())

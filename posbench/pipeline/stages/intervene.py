@@ -16,6 +16,8 @@ from posbench.report.text import describe_cut_prompts
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan
 from posbench.run.plan import Prompts, Request, Subject, subjects
+from posbench.stats.bootstrap import difference
+from posbench.stats.findings import estimate_columns
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
 
@@ -30,8 +32,12 @@ COLUMNS = (
     "item",
     "attention",
     "n",
+    *estimate_columns("attention")[1:],
 )
-"""Columns of ``attention.csv``: attention is the mean weight per token of item ``item`` (0-based)."""
+"""Columns of ``attention.csv``: attention is the mean weight per token of item ``item`` (0-based).
+
+The 95 % interval is that of the gold item (item = gold_position), and empty for others.
+"""
 
 
 def run(config: Config, run: Run) -> None:
@@ -69,19 +75,27 @@ def _mean_attention(
         A row for each method, gold position, layer and item.
     """
     frames = []
+    questions: dict[int | None, list[str]] = {}
+    for example in examples:
+        questions.setdefault(example.gold_position, []).append(example.question_id)
     for name in dict.fromkeys(row["method"] for row in rows):
         attention = {
             row["id"]: np.array(row["attention"])
             for row in rows
             if row["method"] == name
         }
-        for position in dict.fromkeys(e.gold_position for e in examples):
+        for position in questions:
             # of shape (examples, layers, items)
             values = np.stack(
                 [attention[e.id] for e in examples if e.gold_position == position]
             )
             mean = values.mean(0)
             layers, items = np.indices(mean.shape)
+            low, high = np.full((2, *mean.shape), np.nan)
+            for layer, weights in enumerate(values[:, :, position].T):
+                interval = difference(weights, questions[position])
+                low[layer, position] = interval.ci_low
+                high[layer, position] = interval.ci_high
             columns = (
                 run.model.name,
                 name,
@@ -91,6 +105,8 @@ def _mean_attention(
                 items.ravel(),
                 mean.ravel(),
                 len(values),
+                low.ravel(),
+                high.ravel(),
             )
             frames.append(pd.DataFrame(dict(zip(COLUMNS, columns, strict=True))))
     return pd.concat(frames, ignore_index=True)
