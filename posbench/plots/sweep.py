@@ -56,6 +56,8 @@ def with_setting(
         values = summary[column]
         texts = _strip_common_folders(values.map(_value_text))
         texts = texts.where(values.notna(), "(default)")
+        if column.endswith("seed") and len(swept) == 1:
+            texts = "seed " + texts  # a name: seeds have no order
         if len(swept) > 1:
             texts = f"{column.rsplit('.', 1)[-1]}=" + texts
         if column != swept[0]:

@@ -304,7 +304,7 @@ class AttentionToGold(shared.GoldStudy):
         figures: dict[str, tuple[Figure, str]] = {}
         if "maps" in self.show:
             titles = {
-                row.layer: f"layer {row.layer} (score {row.score:.2f})"
+                row.layer: f"layer {row.layer} (score {round(row.score, 2) + 0.0:.2f})"
                 for row in layers.itertuples()
             }
             caption = "Mean of heads. A diagonal follows the gold item, a vertical line stays where it is."

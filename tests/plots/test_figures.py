@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from posbench.plots import base as plot
 from posbench.plots.attention import attention_by_position
 from posbench.plots.base import FORMATS, save
 from posbench.plots.scores import accuracy_by_model, accuracy_by_position, by_subset
@@ -199,6 +200,23 @@ def test_a_block_of_keys_is_told_without_braces():
         both.assign(block=both["method.factor"].map(blocks)), "block"
     )
     assert sorted(settings) == ["curve free, step 2", "points 1"]
+
+
+def test_seeds_are_names_without_an_order():
+    table = sweep([2, 0, 1]).rename(columns={"method.factor": "search.seed"})
+    left, right = factor_sweep(table, "search.seed").axes
+    names = [text.get_text() for text in left.get_xticklabels()]
+    assert names == ["seed 2", "seed 0", "seed 1"]
+    colours = [one.get_color() for one in right.lines[:3]]
+    assert colours == [plot.line_style(index)["color"] for index in range(3)]
+    # No line joins the points: each has one place on the x axis.
+    assert all(len(set(one.get_xdata())) == 1 for one in left.lines[:3])
+
+
+def test_few_lines_of_a_sweep_have_bands_and_many_have_none():
+    for settings, num_bands in (([0.5, 1.0], 3), ([0.1 * i for i in range(6)], 1)):
+        _, right = factor_sweep(sweep(settings)).axes
+        assert len(right.collections) == num_bands  # the unmodified model's among them
 
 
 def test_sweep_over_models_keeps_each_unmodified():
