@@ -94,11 +94,13 @@ class Prepared(NamedTuple):
         methods: The methods to ask, the policy in use first.
         same_as: Policies whose prompts are those of another one, with its name.
         left_out: Policies that cannot be applied, with the reason.
+        prompts: The examples under each of the methods, by id.
     """
 
     methods: dict[str, Method]
     same_as: dict[str, str]
     left_out: dict[str, str]
+    prompts: dict[str, dict[str, Example]]
 
     @property
     def voters(self) -> list[str]:
@@ -162,6 +164,7 @@ class OrderStudy(Study):
         examples = task.evaluation()
         methods: dict[str, Method] = {AS_RETRIEVED: Unmodified()}
         name_of_prompts = {tuple(e.prompt for e in examples): AS_RETRIEVED}
+        by_id = {AS_RETRIEVED: {example.id: example for example in examples}}
         same_as = {}
         left_out = {}
         for name in self.policies or choices:
@@ -175,9 +178,10 @@ class OrderStudy(Study):
             first = name_of_prompts.setdefault(prompts, name)
             if first == name:
                 methods[name] = method
+                by_id[name] = {example.id: example for example in rewritten}
             else:
                 same_as[name] = first
-        return Prepared(methods, same_as, left_out)
+        return Prepared(methods, same_as, left_out, by_id)
 
     def asked_examples(
         self, encoder: Encoder, task: Task, choices: Mapping[str, MethodChoice]
@@ -187,12 +191,11 @@ class OrderStudy(Study):
         Held-back questions are asked under the longest policy, which may not win.
         """
         asked, kept_back = self._split(_judged(task.evaluation()))
-        methods = self.prepared(encoder, task, choices).methods
         examples = list[Example]()
         longest: list[Example] = []
-        for method in methods.values():
-            examples += rewrite_examples(encoder, task, asked, method)
-            held = rewrite_examples(encoder, task, kept_back, method)
+        for by_id in self.prepared(encoder, task, choices).prompts.values():
+            examples += [by_id[example.id] for example in asked]
+            held = [by_id[example.id] for example in kept_back]
             longest = max(longest, held, key=lambda h: sum(len(e.prompt) for e in h))
         examples += [*kept_back, *longest]
         if any(example.answers for example in asked):
