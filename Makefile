@@ -47,7 +47,6 @@ trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRES
 	@$(BIN)/posbench figures $(TRAININGS) --jobs 1 study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings $(ARGS)
 docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs: 10 processor minutes
 	$(BIN)/python -m pytest -n 2 -m '' tests/test_documents.py $(ARGS)
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/docs
-	cp build/docs/README.html build/docs/index.html
+	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going -c docs . build/docs
 clean: ## remove the environments and build products; outputs/ stays
 	rm -rf $(VENV) .nox dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache

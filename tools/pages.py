@@ -719,9 +719,9 @@ def _image_name(entry: Entry, panel: Panel) -> str:
 
 def _figure_text(entry: Entry, panel: Panel, images: str) -> str:
     """A figure with its caption, as Markdown; ``images`` is the folder of images, as the text names it."""
-    link = f"![{heading(entry)}]({images}/{_image_name(entry, panel)})"
     caption = entry.label_prefix(panel.result) + panel.caption
-    return f"{link}\\\n{caption}"
+    # The heading, which stands above, would be the same text for all figures of an entry.
+    return f"![{caption}]({images}/{_image_name(entry, panel)})\\\n{caption}"
 
 
 def _took(entry: Entry) -> str:

@@ -45,6 +45,7 @@ VERBS_WITH_RUNS = (
     "audit",
     "show",
     "export",
+    "push",
     "compare",
     "resume",
     "jobs",

@@ -65,8 +65,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
 Verbs (posbench VERB --help says more):
   diagnose      whether a model has a position bias, where from, what helps: one page
   order         which order of retrieved documents, how many? On a log of your own
-  figures       run many experiments side by side; those without downloaded
-                weights take 17 minutes on two cores
+  figures       run many experiments side by side (17 minutes on two cores)
   ls            list what can be chosen: models, tasks, methods, ...
   ls runs       list runs, a line each: settings, verdict, score, bias, age
   compare       set runs side by side in one table and one figure
@@ -79,6 +78,7 @@ Verbs (posbench VERB --help says more):
   show          show prompts, expected answers, replies and scores of a run
   export        write a method into a checkpoint, an adapter or code
   verify        load an export and compare it with the method
+  push          send tables, figures and page of a run to a tracker or the hub
   submit        send runs to a cluster
   jobs          list the states of submitted runs
   collect       summarise submitted runs
@@ -109,6 +109,7 @@ VERBS = {
     "completion": "completion",
     "export": "export",
     "verify": "export",
+    "push": "push",
     "submit": "submit",
     "jobs": "submit",
     "collect": "submit",
