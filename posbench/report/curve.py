@@ -11,13 +11,14 @@ import numpy as np
 from posbench.late import matplotlib, pd
 from posbench.plots import base as plot
 from posbench.plots import sweep as sweep_plots
+from posbench.report.index import cut_text
 from posbench.report.template import render_html
 from posbench.stats import frames
 from posbench.stats.findings import estimate_columns
 
 LEFT, TOP, WIDTH, HEIGHT = 30, 34, 314, 170
 """Place and size of the plane in an SVG that is 360 units wide and 240 high."""
-MAX_LABEL_CHARACTERS = 56
+MAX_LABEL_CHARACTERS = 36
 """Characters of a line's name above the plane."""
 MAX_BANDS = 4
 """Lines up to which all bands are drawn; of more lines only the one that is pointed at has its band."""
@@ -171,7 +172,8 @@ def _points(line: Line, metric: str) -> list[dict[str, Any]]:
                 "high": _y(value if np.isnan(high) else high),
                 "position": position,
                 "method": line.method,
-                "head": f"{line.label[:MAX_LABEL_CHARACTERS]}, {place}",
+                "head": f"{line.label}, {place}",
+                "tip": f"{cut_text(line.label, MAX_LABEL_CHARACTERS)}, {place}",
                 "text": text,
                 "page": f"{line.page}#position={position}" if line.page else "",
             }

@@ -16,6 +16,8 @@
     layer.value = data.layer;
   }
   const MAX_LISTED = 1000;
+  // As many as a phone shows in a line.
+  const MAX_CHARACTERS = 38;
   // A question is [id, gold position, answers, replies]; a reply [score, outcome, text, prompt changed] or null.
   const last = data.methods.length - 1;
 
@@ -55,7 +57,8 @@
     const texts = shown.filter(Boolean).map(reply => reply[2].trim().slice(0, 24));
     const place = position === null ? "" : ` at ${position}`;
     const text = `${shown.map(sign).join(" ")}  ${id}${place}: ${answers[0] ?? ""} \u2190 ${texts.join(" | ")}`;
-    return new Option(text.replace(/\s+/g, " "), number);
+    const line = text.replace(/\s+/g, " ");
+    return new Option(line.length > MAX_CHARACTERS ? `${line.slice(0, MAX_CHARACTERS - 1)}\u2026` : line, number);
   }
 
   function fill() {
