@@ -68,7 +68,8 @@ Verbs (posbench VERB --help says more):
   figures       run many experiments side by side (17 minutes on two cores)
   ls            list what can be chosen: models, tasks, methods, ...
   ls runs       list runs, a line each: settings, verdict, score, bias, age
-  compare       set runs side by side in one table and one figure
+  view          write one page over all runs of a folder, to filter and click
+  compare       set runs side by side: a table, a figure and a page
   check-data    say what a data file holds, and the command that runs it
   fetch         list and download what a config needs
   validate      compose and check configs without running them
@@ -115,6 +116,7 @@ VERBS = {
     "collect": "submit",
     "resume": "submit",
     "ls runs": "runs",
+    "view": "view",
     "compare": "runs",
     "check-data": "check_data",
 }
@@ -130,6 +132,7 @@ RUN_VERBS = (
     "collect",
     "resume",
     "ls runs",
+    "view",
     "compare",
 )
 """Verbs that read runs, and so find the user's own classes in ``--config-dir``, or in the one that a run records."""

@@ -25,10 +25,12 @@ from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import prepare
 from posbench.plots.section import Section
 from posbench.report.console import make_console
+from posbench.report.explorer import questions_section
 from posbench.report.folder import read_json, study_tables
 from posbench.report.page import write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.run.budget import Budget, Stopwatch
+from posbench.run.folder import open_run_dir
 from posbench.schema import override_text
 from posbench.studies.order import VERDICT_FILE, OrderStudy
 
@@ -177,17 +179,22 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
         Section("Use it", block=facts["recipe"]),
         Section("Next", _next(facts), block=command),
     ]
+    shown = [
+        section
+        for section in sections
+        if section.block or section.rows or section.figures
+    ]
+    questions = questions_section(open_run_dir(folder))
+    if questions:
+        shown.insert(1, questions)
     write_page(
         target,
         f"{log}: order of the documents",
         _headline(facts),
-        [
-            section
-            for section in sections
-            if section.block or section.rows or section.figures
-        ],
+        shown,
         [folder.name.split("__")[0]],
-        provenance={"command": command},
+        provenance={"command": command, "run": str(folder)},
+        runs=[folder],
     )
     write_json(target / VERDICT_FILE, facts)
     return facts

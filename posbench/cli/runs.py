@@ -88,19 +88,20 @@ def _check_flags(args: Sequence[str], allowed: str, verb: str) -> None:
 
 
 def compare(args: list[str]) -> int:
-    """Put runs side by side: a table, and a figure of their scores over the gold position.
+    """Put runs side by side: a table, a figure of their scores over the gold position, and a page.
 
     usage: posbench compare RUN RUN... [--out FOLDER] [--format pdf,png] [--outputs DIR] [--json] [--config-dir DIR]
 
     A run is its folder, or the hash that ``posbench ls runs`` prints. Differences are those from the first
     run, paired by prompt where one run asked all that the other did, with 95 % intervals over questions;
-    unpaired ones are said to be. FOLDER, or ``compare/`` in the outputs, gets ``comparison.csv`` and the
-    figure, which --format draws in further formats. A pipe gets TSV with all numbers. Runs with classes of your
-    own find these in the folder that they record, or in that of --config-dir.
+    unpaired ones are said to be. FOLDER, or ``compare/`` in the outputs, gets ``comparison.csv``, the figure,
+    which --format draws in further formats, and a page with the verdict and links to the runs. A pipe gets TSV
+    with all numbers. Runs with classes of your own find these in the folder that they record, or in that of
+    --config-dir.
 
     example: posbench compare 51cc60e3 d172d1d1
     """
-    from posbench.report.compare import terminal_rows, write_comparison
+    from posbench.report.compare import terminal_rows, verdict, write_comparison
 
     outputs, remaining = split_outputs(args)
     out, remaining = option(remaining, "--out")
@@ -114,7 +115,7 @@ def compare(args: list[str]) -> int:
     files, lines, messages = write_comparison(folders, destination, formats)
     title = "differences are from the first run; in % and points, [95 % interval]"
     show_lists({title: lines}, "--json" in remaining, terminal_rows)
-    for message in messages:
+    for message in (*messages, verdict(lines)):
         print(message, file=sys.stderr)
     for file in files:
         print(f"{file.stem}: {file}", file=sys.stderr)

@@ -14,8 +14,9 @@ from posbench.files.atomic import write_json, write_text
 from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
+from posbench.report.curve import curve_of_run
 from posbench.report.folder import read_csv, study_tables
-from posbench.report.page import attention_section, write_page
+from posbench.report.page import attention_section, run_links, write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.run.progress import duration
 from posbench.stats.bootstrap import Estimate, with_interval
@@ -68,7 +69,7 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
     write_json(folder / JSON_FILE, data)
     write_text(folder / BADGE_FILE, badge(diagnosis.verdict))
     title = f"{diagnosis.model}, {diagnosis.task}: diagnosis"
-    sections = [section for section in _sections(diagnosis) if section]
+    sections = [section for section in _sections(diagnosis, folder) if section]
     return write_page(
         folder,
         title,
@@ -76,6 +77,7 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
         sections,
         [diagnosis.model],
         provenance={"command": command, "seconds": dict(diagnosis.seconds)},
+        runs=[Path(run) for run in diagnosis.runs.values()],
     )
 
 
@@ -125,31 +127,52 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     return result
 
 
-def _sections(diagnosis: Diagnosis) -> list[Section | None]:
-    """Return the sections of the page in their order; None for a part that was not made."""
+def _sections(diagnosis: Diagnosis, folder: Path) -> list[Section | None]:
+    """Return the sections of the page in their order; None for a part that was not made.
+
+    Args:
+        diagnosis: The diagnosis.
+        folder: Folder of the page.
+    """
     return [
-        _shape_section(diagnosis),
+        _shape_section(diagnosis, folder),
         _attention_section(diagnosis),
         _source_section(diagnosis),
         _structure_section(diagnosis),
         _place_section(diagnosis),
         _prompt_section(diagnosis),
         _remedy_section(diagnosis),
-        _held_back_section(diagnosis),
+        _held_back_section(diagnosis, folder),
         _pilot_section(diagnosis),
         _cost_section(diagnosis),
         Section("Next", block=diagnosis.next or "nothing is left to do"),
     ]
 
 
-def _figure(folder: str, name: str, caption: str) -> Mapping[str, Any]:
-    metrics = read_csv(Path(folder) / "metrics.csv")
-    if metrics is None:
-        return {}
-    return {name: (accuracy_by_position(metrics), caption)}
+def _with_curve(
+    section: Section, run: str | None, name: str, caption: str, folder: Path
+) -> Section:
+    """Return a section with the curve of a run, whose points lead to its questions; unchanged where there is none.
+
+    Args:
+        section: The section.
+        run: Folder of the run; None: it was not made.
+        name: Name of the figure.
+        caption: Its caption.
+        folder: Folder of the page.
+    """
+    metrics = read_csv(Path(run) / "metrics.csv") if run else None
+    if run is None or metrics is None:
+        return section
+    page = run_links([Path(run)], folder).get(run, "")
+    return replace(
+        section,
+        figures={name: (accuracy_by_position(metrics), caption)},
+        curves={name: curve_of_run(metrics, page)},
+    )
 
 
-def _shape_section(diagnosis: Diagnosis) -> Section | None:
+def _shape_section(diagnosis: Diagnosis, folder: Path) -> Section | None:
     """Shape of the score over the gold position."""
     shape = diagnosis.shape
     if shape is None:
@@ -180,13 +203,8 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
     caption = (
         "Score over the gold position; bands: 95 % for a fixed number of questions."
     )
-    return Section(
-        "Shape",
-        text,
-        ["contrast", "points", "questions"],
-        rows,
-        _figure(diagnosis.runs["shape"], "shape", caption),
-    )
+    section = Section("Shape", text, ["contrast", "points", "questions"], rows)
+    return _with_curve(section, diagnosis.runs["shape"], "shape", caption, folder)
 
 
 def _attention_section(diagnosis: Diagnosis) -> Section | None:
@@ -303,15 +321,15 @@ def _remedy_row(remedy: Remedy) -> list[str]:
     ]
 
 
-def _held_back_section(diagnosis: Diagnosis) -> Section | None:
+def _held_back_section(diagnosis: Diagnosis, folder: Path) -> Section | None:
     """Score of the winner on held-back questions."""
     if not diagnosis.held_back:
         return None
     text = f"{diagnosis.winner}, the winner of the race: {diagnosis.held_back}."
     caption = "Held-back questions, with and without the method; bands: 95 %."
-    folder = diagnosis.runs.get("held-back")
-    figure = _figure(folder, "held_back", caption) if folder else {}
-    return Section("Held-back questions", text, figures=figure)
+    run = diagnosis.runs.get("held-back")
+    section = Section("Held-back questions", text)
+    return _with_curve(section, run, "held_back", caption, folder)
 
 
 def _pilot_section(diagnosis: Diagnosis) -> Section:

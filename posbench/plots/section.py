@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 from posbench.late import Figure
@@ -23,6 +24,9 @@ class Section:
         rows: Cells of the table.
         figures: Figures with their captions, by file name.
         block: Text that is shown verbatim.
+        pictures: Further figures as SVG files, each with its caption.
+        curves: HTML that a page shows in place of a figure, by its name.
+        insert: Makes the HTML below all this from the bytes that it may take at most.
     """
 
     title: str
@@ -31,3 +35,6 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
     figures: Drawn = field(default_factory=dict)
     block: str = ""
+    pictures: Sequence[tuple[Path, str]] = ()
+    curves: Mapping[str, str] = field(default_factory=dict)
+    insert: Callable[[int], str] | None = None

@@ -101,7 +101,7 @@ def _as_numbers(settings: list[str]) -> np.ndarray | None:
     return numbers.to_numpy(dtype=float) if numbers.notna().all() else None
 
 
-def _setting_styles(settings: list[str]) -> list[dict[str, Any]]:
+def setting_styles(settings: list[str]) -> list[dict[str, Any]]:
     """A style for each setting: steps of a scale for numbers, else separate colours."""
     num_steps = 0 if _as_numbers(settings) is None else len(settings)
     return [plot.line_style(index, steps=num_steps) for index in range(len(settings))]
@@ -153,7 +153,7 @@ def _draw_setting_lines(
         occurrences = unmodified.groupby(["depth", y]).size()
         in_all_runs = (occurrences == unmodified["run"].nunique()).all()
         is_common &= len(points) > 0 and in_all_runs
-    styles = _setting_styles(settings)
+    styles = setting_styles(settings)
     for setting, style in zip(settings, styles, strict=True):
         line = modified[modified["setting"] == setting].sort_values("depth")
         if len(line) and has_band:
@@ -190,7 +190,7 @@ def _draw_levels(
         return
     placed = set(at_positions["setting"])
     overall = frames.rows_over_all_positions(modified_of(rows)).set_index("setting")
-    styles = _setting_styles(settings)
+    styles = setting_styles(settings)
     for setting, style in zip(settings, styles, strict=True):
         if setting not in placed and setting in overall.index:
             plot.level(axes, overall.loc[setting], style, label=setting)
@@ -293,7 +293,7 @@ def _draw_overall(
         x = numbers
         y = 100 * points["value"].reindex(settings)
         axes.plot(x, y, color=plot.GUIDE, linewidth=0.8)
-    styles = _setting_styles(settings)
+    styles = setting_styles(settings)
     for x_value, setting, style in zip(x, settings, styles, strict=True):
         style |= {"linestyle": "none", "capsize": 2}
         plot.percent_bars(axes, [x_value + offset], points.reindex([setting]), **style)

@@ -18,15 +18,19 @@ from posbench.late import DataFrame, Figure, pd
 from posbench.model.load import SERVER_KEYS, is_in_process
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
+from posbench.plots.section import Section
 from posbench.report.console import Record
+from posbench.report.curve import curve_of_methods
 from posbench.report.folder import need_destination, read_csv
 from posbench.report.index import cut_text, differing_settings, estimate_cell
+from posbench.report.page import run_links, write_page
 from posbench.report.summaries import RunSummary, read_config_as_run, read_summaries
 from posbench.report.tables import (
     has_missing_note,
     missing_notes,
     without_missing_scores,
 )
+from posbench.report.text import MAX_LISTED
 from posbench.run.folder import PREDICTIONS, PROVENANCE, RunDir, open_undamaged
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate, override_text
@@ -44,6 +48,7 @@ from posbench.stats.shape import shape_in_metrics
 from posbench.tasks import Task
 
 TABLE_FILE = "comparison.csv"
+DIFFERENCES_NOTE = "Differences are from the first run. Scores in %, all else in points, each with its 95 % interval."
 MAX_LABEL_CHARACTERS = 48
 DECODING_KEYS = ("max_new_tokens", "repetition_penalty")
 """Keys of a task that move a greedy reply."""
@@ -153,11 +158,11 @@ class ComparedRun:
 def write_comparison(
     folders: Sequence[Path], out: Path | None = None, formats: Iterable[str] = ()
 ) -> tuple[list[Path], list[Record], list[str]]:
-    """Compare runs with the first one, in a table and a figure.
+    """Compare runs with the first one, in a table and a page with a figure.
 
     Args:
         folders: The run folders.
-        out: Folder of table and figure; None takes one in ``compare/`` of the outputs.
+        out: Folder of table and page; None takes one in ``compare/`` of the outputs.
         formats: Further formats of the figure, see :func:`posbench.plots.base.save`.
 
     Returns:
@@ -188,13 +193,16 @@ def write_comparison(
         rows.append(_row(run, difference))
         notes.append(pairing_note(first, run, difference))
         notes.append(decoding_note(first, run))
+    notes = list(filter(None, notes))
     files = [out / TABLE_FILE]
     with new_folder(out) as folder:
         write_csv(folder / TABLE_FILE, pd.DataFrame(rows))
-        if figure:
-            file = save(figure, folder / "accuracy", formats)
-            files.append(out / file.name)
-    return files, rows, list(filter(None, notes))
+        picture = save(figure, folder / "accuracy", formats) if figure else None
+        if picture:
+            files.append(out / picture.name)
+        page = _write_page(folder, out, runs, rows, notes, picture)
+        files.append(out / page.name)
+    return files, rows, notes
 
 
 def _need_one_task(runs: Sequence[ComparedRun]) -> None:
@@ -412,10 +420,107 @@ def _terminal_row(row: Record) -> dict[str, str]:
     return cells
 
 
-def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
-    """Draw scores over the gold position, or over subsets where prompts have no gold position; None without either.
+def verdict(rows: Sequence[Record]) -> str:
+    """Say of each run whether it scores higher than the first one, with the difference and its interval.
 
-    There is one line per run, and one for the unmodified model if its scores are the same in all runs.
+    Args:
+        rows: The rows of comparison.csv, the first run's first.
+    """
+    first, *others = rows
+    texts = [_contrast(first, row) for row in others[:MAX_LISTED]]
+    if len(others) > MAX_LISTED:
+        texts.append(f"{len(others) - MAX_LISTED} more in the table.")
+    return " ".join(texts)
+
+
+def _contrast(first: Record, row: Record) -> str:
+    """A sentence on how a run differs from the first one.
+
+    Args:
+        first: The first run's row.
+        row: The run's.
+    """
+    value, low, high = (row[name] for name in estimate_columns("score_difference"))
+    names = f"{row['label']} and {first['label']}"
+    if value is None:
+        return f"Scores of {names} cannot be compared."
+    pairs = row["pairs"]
+    basis = f"{pairs} paired prompts" if pairs else "unpaired"
+    numbers = f"{estimate_cell(row, 'score_difference', signed=True)} points, {basis}"
+    bias = row["position_bias_difference"]
+    if bias is not None:
+        change = estimate_cell(row, "position_bias_difference", signed=True)
+        numbers += f"; position bias {change}"
+    numbers = f"({numbers})".replace("\n", " ")
+    if low > 0 or high < 0:
+        direction = "higher" if low > 0 else "lower"
+        text = f"{row['label']} scores {direction} than {first['label']}"
+        return f"{text} {numbers}."
+    return f"Scores of {names} cannot be told apart {numbers}."
+
+
+def _write_page(
+    folder: Path,
+    out: Path,
+    runs: Sequence[ComparedRun],
+    rows: Sequence[Record],
+    notes: Sequence[str],
+    picture: Path | None,
+) -> Path:
+    """Write the page of a comparison.
+
+    Args:
+        folder: Folder of its files.
+        out: Where that folder will lie.
+        runs: The runs.
+        rows: The rows of comparison.csv.
+        notes: Notes on the differences.
+        picture: The scores over the gold position or over subsets, as an SVG.
+
+    Returns:
+        The page.
+    """
+    cells = [
+        {name: cell.replace("\n", " ") for name, cell in row.items()}
+        for row in terminal_rows(rows)
+    ]
+    links = run_links([run.run.path for run in runs], out)
+    pages = {run.label: links.get(run.summary.hash, "") for run in runs}
+    pages[UNMODIFIED] = pages.get(
+        display_name(UNMODIFIED), links.get(rows[0]["run"], "")
+    )
+    section = Section(
+        "Runs",
+        " ".join([DIFFERENCES_NOTE, *notes]),
+        list(cells[0]),
+        [list(row.values()) for row in cells],
+    )
+    curve = curve_of_methods(_score_rows(runs), lambda name: pages.get(name, ""))
+    if curve:
+        section.insert = lambda max_bytes: curve
+    elif picture:
+        section.pictures = [(picture, "Scores with 95 % intervals.")]
+    labels = [run.label for run in runs]
+    title = f"{runs[0].summary.name('task')}: {' and '.join(labels[:2])}"
+    if len(labels) > 2:
+        title += f" and {len(labels) - 2} more"
+    hashes = [run.summary.hash for run in runs]
+    return write_page(
+        folder,
+        title,
+        verdict(rows),
+        [section],
+        provenance={"command": f"posbench compare {' '.join(hashes)}"},
+        runs=[run.run.path for run in runs],
+        place=out,
+    )
+
+
+def _score_rows(runs: Sequence[ComparedRun]) -> pd.DataFrame:
+    """The scores of all runs, the label of each as its method, and the unmodified model's if they are the same in all.
+
+    Args:
+        runs: The runs.
     """
     frames = []
     for run in runs:
@@ -428,7 +533,15 @@ def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     is_common = all(baseline == baselines[0] for baseline in baselines)
     if not has_unmodified and baselines[0] and is_common:
         frames.append(runs[0].unmodified.assign(method=UNMODIFIED, model="", seed=0))
-    rows = pd.concat(frames, ignore_index=True)
+    return pd.concat(frames, ignore_index=True)
+
+
+def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
+    """Draw scores over the gold position, or over subsets where prompts have no gold position; None without either.
+
+    There is one line per run, and one for the unmodified model if its scores are the same in all runs.
+    """
+    rows = _score_rows(runs)
     if len(rows_at_positions(rows)):
         figure = accuracy_by_position(rows)
         # Runs with equal scores lie on each other.

@@ -71,7 +71,7 @@ class RunExamples:
         return [
             name
             for name in self.ids()
-            if any(self._score(row) < 1 for row in self.rows[name])
+            if any(_is_wrong(self.score(row)) for row in self.rows[name])
         ]
 
     def missing(self) -> list[str]:
@@ -82,10 +82,12 @@ class RunExamples:
         """All ids, in task order if the prompts can be built, else in file order."""
         return [name for name in self.prompts if name in self.rows] or list(self.rows)
 
-    def _score(self, row: Row) -> float:
-        """The score by the task's own metric; 1 for a row without scores, which is not a wrong answer."""
-        scores = row.get("scores") or {}
-        return float(scores.get(self.task.metric, min(scores.values(), default=1.0)))
+    def score(self, row: Row) -> float | None:
+        """The score of a row by the task's own metric, else its lowest one; None for a row without scores."""
+        scores = row.get("scores")
+        if not scores:
+            return None
+        return float(scores.get(self.task.metric, min(scores.values())))
 
     def text(self, name: str, whole: bool = False) -> str:
         """Return one example as text: facts, prompt, expected answers, and the reply of each method.
@@ -182,6 +184,11 @@ class RunExamples:
         return "\n".join(lines)
 
 
+def _is_wrong(score: float | None) -> bool:
+    """Whether a score is below 1; a row without one is not wrong."""
+    return score is not None and score < 1
+
+
 def spread_sample(names: Sequence[str], count: int = MAX_EXAMPLES) -> list[str]:
     """At most ``count`` of the names, spread evenly over the list."""
     if len(names) <= count:
@@ -245,21 +252,15 @@ def _indent(text: str, columns: int = 2) -> str:
     return "\n".join(" " * columns + line for line in text.splitlines())
 
 
-def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the wrong answers of a run for its page.
+def wrong_answers(examples: RunExamples) -> dict[str, Any]:
+    """Return the wrong answers of a run as text for its page.
 
     Args:
-        run: The run.
-        config: Its config.
+        examples: The examples of the run.
 
     Returns:
-        ``summary``: their number, in words. ``examples``: head and text of some
-        of the failures.
+        ``summary``: their number, in words. ``examples``: head and text of some of them.
     """
-    try:
-        examples = RunExamples.of(run, config)
-    except UserError as error:
-        return {"summary": f"They cannot be shown: {error}", "examples": []}
     wrong = examples.wrong()
     names = spread_sample(wrong)
     summary = f"{len(wrong)} of {len(examples.rows)} examples are scored below 1 under some method"

@@ -15,8 +15,9 @@ from posbench.plots.base import FORMATS
 from posbench.report.collect import Entry, Panel, collect_entries
 from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_destination
-from posbench.report.page import figure_size, render_html
+from posbench.report.page import figure_size
 from posbench.report.tables import latex
+from posbench.report.template import render_html
 from posbench.report.text import tally_verdicts
 
 HEADINGS = PAPERS | {"": "Other runs"}

@@ -259,6 +259,18 @@ def _version(record: Record) -> str:
     return Path(record["folder"]).absolute().parts[-2]
 
 
+def run_columns(records: Sequence[Record]) -> dict[str, list[Text]]:
+    """Return the columns of a list of runs in full by header, without those in which no run has anything.
+
+    Args:
+        records: The runs, as :func:`records` returns them.
+    """
+    names = [_names_text(record, common_cells(records)) for record in records]
+    settings = _settings_texts(records)
+    what = [_what_cell(*parts) for parts in zip(names, settings, strict=True)]
+    return _columns(records, what, LAYOUTS[0])
+
+
 def run_table(records: Sequence[Record], width: int) -> Table:
     """Return the list of runs for a terminal: a line for each run, without what :func:`common_cells` has.
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import html
+import os
 import re
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from posbench import paths
 from posbench.files.atomic import write_bytes, write_json
 from posbench.late import pd
 from posbench.plots.attention import attention_by_position
 from posbench.plots.base import count_label, save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
-from posbench.report import failures, tables
+from posbench.report import tables
+from posbench.report.curve import curve_of_run
+from posbench.report.explorer import questions_section
 from posbench.report.folder import (
     CAPTIONS,
     need_files,
@@ -28,6 +27,7 @@ from posbench.report.folder import (
     study_tables,
 )
 from posbench.report.paper import paper_sections, reference_text
+from posbench.report.template import render_html
 from posbench.report.text import (
     MAX_LISTED,
     count_verdicts,
@@ -70,9 +70,10 @@ PIXELS_PER_POINT = 132 / 72
 """Scale of figures on a page: all letters have one size, and the widest fills the page."""
 SIZE = re.compile(r'(width|height)="([\d.]+)pt"')
 """A size in points at the start of an SVG."""
-INTERVAL = re.compile(r"\[-?[\d.]+(e[+-]\d+)?, -?[\d.]+(e[+-]\d+)?\]")
-LONG_WORD = re.compile(r"\S{20,}")
-"""A word that may be broken after its signs."""
+LONG_FRACTION = re.compile(r"(?<![\d.])([1-9]\d*\.\d\d)\d+")
+"""A coordinate of an SVG with more digits than a screen shows; below 1 it may be a scale, which keeps its digits."""
+MAX_PAGE_BYTES = 500_000
+"""Size of a page that the questions of a run fill up at most."""
 
 
 def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
@@ -102,9 +103,6 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
     provenance = read_json(folder / "provenance.json") or {}
     # The file's own checksum.
     provenance.pop("sum", None)
-    wrong_answers = None
-    if (folder / PREDICTIONS).is_file():
-        wrong_answers = failures.wrong_answers(run, run.config("task"))
     return write_page(
         folder,
         run_title(config),
@@ -115,7 +113,6 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
         prompts=read_json(folder / "prompts.json"),
         provenance=_describe_course(status) | provenance,
         status=status,
-        failures=wrong_answers,
         formats=formats,
     )
 
@@ -162,6 +159,9 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         if experiment:
             text = reference_text(experiment, [], pd.DataFrame())
             sections.append(Section(str(experiment["title"]), text))
+    questions = questions_section(run)
+    if questions:
+        sections.insert(1, questions)
     if subsets is not None:
         caption = "Every subset, and below the line every average."
         figures = {"subsets": (by_subset(subsets), caption)}
@@ -322,6 +322,7 @@ def _score_sections(
         scores.title = f"{name} by gold position"
         caption = f"{name} over the position of the answer. Bands: 95 % intervals."
         scores.figures = {"accuracy": (accuracy_by_position(metrics), caption)}
+        scores.curves = {"accuracy": curve_of_run(metrics)}
     sections = [scores]
     header, rows = tables.bias_table(metrics)
     if rows:
@@ -356,17 +357,6 @@ def figure_size(svg: str) -> dict[str, int]:
     }
 
 
-def breakable(text: str) -> str:
-    """HTML of a text with line breaks allowed in long names, but not in intervals."""
-    escaped = html.escape(text)
-    unbroken = INTERVAL.sub(r'<span class="whole">\g<0></span>', escaped)
-    return LONG_WORD.sub(_break_after_signs, unbroken)
-
-
-def _break_after_signs(word: re.Match[str]) -> str:
-    return re.sub(r"([/=,]|__)(?=\w)", r"\1<wbr>", word[0])
-
-
 def write_page(
     folder: Path,
     title: str,
@@ -378,8 +368,9 @@ def write_page(
     prompts: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     status: Mapping[str, Any] | None = None,
-    failures: Mapping[str, Any] | None = None,
     formats: Iterable[str] = (),
+    runs: Iterable[Path] = (),
+    place: Path | None = None,
 ) -> Path:
     """Save all figures under ``figures/`` with their captions, and write report.html.
 
@@ -393,8 +384,9 @@ def write_page(
         prompts: Content of prompts.json.
         provenance: Content of provenance.json, with the cost of the run.
         status: Content of status.json.
-        failures: See :func:`posbench.report.failures.wrong_answers`.
         formats: Further formats of figures, see :func:`posbench.plots.base.save`.
+        runs: Runs that the page names: their names are links to their pages.
+        place: Where the page will lie, if not in ``folder``.
 
     Returns:
         The path of report.html.
@@ -408,40 +400,82 @@ def write_page(
             stem = folder / "figures" / re.sub(r"\W", "-", name)
             file = save(figure, stem, formats)
             captions[file.stem] = caption
-            svg = file.read_text(encoding="utf-8")
-            encoded = base64.b64encode(svg.encode()).decode()
-            source = f"data:image/svg+xml;base64,{encoded}"
-            figures.append({"source": source, "caption": caption, **figure_size(svg)})
-        parts.append({**vars(section), "figures": figures})
+            picture = embedded_figure(file, caption)
+            figures.append({**picture, "curve": section.curves.get(name, "")})
+        for file, caption in section.pictures:
+            figures.append(embedded_figure(file, caption))
+        parts.append({**vars(section), "figures": figures, "inserted": ""})
     if captions:
         write_json(folder / "figures" / CAPTIONS, captions)
-    page = render_html(
-        "report.html.j2",
-        title=title,
-        name=f"{folder.parent.name}/{folder.name}",
-        sentence=sentence,
-        sections=parts,
-        config=config,
-        prompts=prompts,
-        provenance=provenance,
-        status=status,
-        failures=failures,
-    )
+
+    shown = place or folder
+
+    def render() -> bytes:
+        page = render_html(
+            "report.html.j2",
+            run_links(runs, shown),
+            title=title,
+            name=f"{shown.parent.name}/{shown.name}",
+            sentence=sentence,
+            sections=parts,
+            config=config,
+            prompts=prompts,
+            provenance=provenance,
+            status=status,
+        )
+        return page.encode()
+
+    page = render()
+    for section, part in zip(sections, parts, strict=True):
+        # What is inserted takes what the rest of the page leaves.
+        if section.insert:
+            part["inserted"] = section.insert(MAX_PAGE_BYTES - len(page))
+            page = render()
     path = folder / "report.html"
-    write_bytes(path, page.encode())
+    write_bytes(path, page)
     return path
 
 
-def render_html(template: str, **values: Any) -> str:
-    """Return the HTML of a template of this package, in which texts are escaped.
+def embedded_figure(file: Path, caption: str) -> dict[str, Any]:
+    """Return an SVG as a page embeds it: address with its content, caption, width and height.
 
     Args:
-        template: File name of the template.
-        values: Its variables.
+        file: The SVG.
+        caption: Its caption.
     """
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["breakable"] = breakable
-    source = (paths.PACKAGE / "report" / template).read_text()
-    return environment.from_string(source).render(**values)
+    svg = file.read_text(encoding="utf-8")
+    size = figure_size(svg)
+    short = LONG_FRACTION.sub(r"\1", re.sub(r"\s+", " ", svg)).replace('"', "'")
+    encoded = urllib.parse.quote(short, safe=" /:=;,'()!*+?@")
+    source = f"data:image/svg+xml,{encoded}"
+    return {"source": source, "caption": caption, **size}
+
+
+def run_links(runs: Iterable[Path], folder: Path) -> dict[str, str]:
+    """Return the relative address of each run by the names that a page may call it.
+
+    Args:
+        runs: The runs; those that are gone get no link.
+        folder: The folder of the page with the links.
+    """
+    links = dict[str, str]()
+    for run in runs:
+        address = run_address(run, folder)
+        if address:
+            names = (str(run), f"{run.parent.name}/{run.name}", run.name)
+            links |= dict.fromkeys((*names, run.name.rpartition("__")[2]), address)
+    return links
+
+
+def run_address(run: Path, folder: Path) -> str:
+    """The address of a run's page relative to a folder, of the run where it has none; empty where it is gone."""
+    page = run / "report.html"
+    if page.is_file():
+        return page_address(page, folder)
+    return f"{page_address(run, folder)}/" if run.is_dir() else ""
+
+
+def page_address(page: Path, folder: Path) -> str:
+    """The address of a page relative to a folder, as a link has it."""
+    relative = os.path.relpath(page.absolute(), folder.absolute())
+    return urllib.parse.quote(Path(relative).as_posix())

@@ -27,8 +27,20 @@ from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
 from posbench.report.contrasts import judge_contrasts
-from posbench.report.folder import need_files, read_csv, read_json, sweep_runs
-from posbench.report.page import VERDICT_RULE, write_page
+from posbench.report.curve import curve_of_sweep
+from posbench.report.folder import (
+    CAPTIONS,
+    need_files,
+    read_csv,
+    read_json,
+    sweep_runs,
+)
+from posbench.report.page import (
+    VERDICT_RULE,
+    embedded_figure,
+    run_links,
+    write_page,
+)
 from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, show_table
 from posbench.report.text import MAX_LISTED, study_answer, title, verdict_table
@@ -59,6 +71,8 @@ SWEEP_TABLE_NAMES = {
     "findings": "findings_summary",
 }
 """Names of a run's tables in its sweep."""
+MAX_PICTURES_BYTES = 400_000
+"""Size of all figures of runs that the page of their sweep shows."""
 SWEEP_FILES = [
     CONFIG,
     "experiment.json",
@@ -321,6 +335,14 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     header, rows, sentence = sweep_table(summary, axes)
     figures = {"sweep": _score_figure(summary, axes, drawn_runs, drawn_note)}
     sections = [Section("Settings", "", header, rows, figures)]
+    runs = sweep_runs(folder)
+    drawn = summary[summary["run"].isin(drawn_runs)]
+    pages = run_links(runs, folder)
+    curve = curve_of_sweep(tables.without_missing_scores(drawn), axes, pages)
+    if curve:
+        text = f"A dot leads to the questions of its run at that position.{drawn_note}"
+        insert = lambda max_bytes: curve  # noqa: E731
+        sections.append(Section("By gold position", text, insert=insert))
     if attention is not None:
         attention = attention[attention["run"].isin(drawn_runs)]
         figure = plots.attention_sweep(attention, axes)
@@ -355,6 +377,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
         models,
         provenance={"command": command or RunDir(folder).command},
         formats=formats,
+        runs=runs,
     )
 
 
@@ -446,8 +469,13 @@ def _render_verdicts(folder: Path, command: str) -> Path:
             runs.to_numpy().tolist(),
         ),
     ]
+    folders = sweep_runs(folder)
+    pictures = _figures_of_experiment(folders)
+    if pictures:
+        text = "More of them are on the pages of the runs."
+        sections.insert(0, Section("Figures", text, pictures=pictures))
     studies = []
-    for run in sweep_runs(folder):
+    for run in folders:
         study = open_run_dir(run).config().get("study") or {}
         studies.append(f"study {study.get('name', '')}")
     swept_keys = [column for column in findings if "." in column]
@@ -458,7 +486,48 @@ def _render_verdicts(folder: Path, command: str) -> Path:
         study_answer(findings),
         sections,
         provenance={"command": command or RunDir(folder).command},
+        runs=folders,
     )
+
+
+def _figures_of_experiment(runs: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Return the figures that stand for those of the paper, with captions, as far as a page has room for them.
+
+    An experiment names them as ``MODEL/FIGURE``, or as a figure of its first run; without names the first figures of
+    the runs, one of each in turn.
+
+    Args:
+        runs: The runs of a sweep.
+    """
+    files: dict[str, Path] = {}
+    captions: dict[Path, str] = {}
+    panels: dict[str, Sequence[str]] = {}
+    for run in runs:
+        config = open_run_dir(run).config()
+        panels = panels or (config.get("experiment") or {}).get("panels") or {}
+        model = (config.get("model") or {}).get("name", "")
+        texts = read_json(run / "figures" / CAPTIONS) or {}
+        for name, text in texts.items():
+            file = run / "figures" / f"{name}.svg"
+            if file.is_file():
+                captions[file] = f"{model}: {text}" if model else text
+                files.setdefault(f"{model}/{name}", file)
+                files.setdefault(name, file)
+    names = [(item, name) for item in panels for name in panels[item]]
+    chosen = {}
+    for item, name in names or [("", name) for name in files]:
+        # A model that did not run is replaced by the first one that has the figure.
+        chosen_file = files.get(name) or files.get(name.rpartition("/")[2])
+        if chosen_file and chosen_file not in chosen:
+            caption = captions[chosen_file]
+            chosen[chosen_file] = f"{item}. {caption}" if item else caption
+    pictures = []
+    free_bytes = MAX_PICTURES_BYTES
+    for file, caption in chosen.items():
+        free_bytes -= len(embedded_figure(file, caption)["source"])
+        if free_bytes >= 0:
+            pictures.append((file, caption))
+    return pictures
 
 
 def _add_setting_to_model(findings: pd.DataFrame) -> pd.DataFrame:

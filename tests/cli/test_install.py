@@ -68,6 +68,8 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
         ("conf", paths.CONF),
         ("experiments", paths.EXPERIMENTS),
         ("embedded/models", paths.MODELS),
+        # Templates, scripts and styles of pages among the modules.
+        ("report", paths.PACKAGE / "report"),
     ):
         wanted = {
             p.relative_to(source)

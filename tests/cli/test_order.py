@@ -16,6 +16,7 @@ from posbench.studies.order import OrderStudy
 from posbench.tasks import Example
 from tests.conftest import Result
 from tests.readers import CURVES, reading, reply_of, write_log
+from tests.report.test_explorer import data_of
 
 Call = Callable[..., Result]
 POLICIES = (
@@ -87,6 +88,17 @@ def test_every_policy_is_measured_on_the_prompts_that_its_rule_makes(
         assert policies[name]["accuracy"] == pytest.approx(by_hand, abs=0.01)
     assert (facts["verdict"], facts["policy"]) == ("use", "reversed")
     assert "documents[::-1]" in result.out
+    # The page shows every policy's reply to a question, and links the run.
+    (page,) = (tmp_path / "outputs" / "order").glob("*/report.html")
+    data = data_of(page.read_text())
+    replies = {
+        (method, question[0])
+        for question in data["questions"]
+        for method, reply in zip(data["methods"], question[3], strict=True)
+        if reply
+    }
+    assert replies == {(row["method"], row["id"]) for row in rows}
+    assert f'href="../v001/{run.name}/' in page.read_text()
     # The estimate before the first prompt, against the tokens that the server counted.
     (estimate,) = re.findall(r"about ([0-9.]+) usd", result.out)[:1]
     cost = (totals["read"] * PROMPT_PRICE + totals["written"] * REPLY_PRICE) / 1e6

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
+import re
 import shutil
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
 from posbench.cli.main import main
-from tests.browser import looks
+from posbench.run.folder import RunDir
+from tests.browser import axe_core, axe_faults, looks
 from tests.conftest import run_folders
 
 FEW = [
@@ -59,7 +63,49 @@ def pages(
         str(file.parent): file
         for file in folder.glob("outputs/*/v*/sweep__*/report.html")
     }
-    return found | {"gallery": folder / "outputs" / "gallery" / "index.html"}
+    swept = [run for run in run_folders(folder / "outputs") if has_factor(run)]
+    compared = folder / "compared"
+    assert main(["compare", *map(str, swept[:3]), f"--out={compared}"]) == 0
+    assert main(["diagnose", "model=tiny", "budget=1min", out]) == 0
+    (diagnosis,) = (folder / "outputs" / "diagnose").glob("*/report.html")
+    assert main(["view", str(folder / "outputs")]) == 0
+    return found | {
+        "gallery": folder / "outputs" / "gallery" / "index.html",
+        "compare": compared / "report.html",
+        "diagnosis": diagnosis,
+        "view": folder / "outputs" / "index.html",
+    }
+
+
+def has_factor(run: Path) -> bool:
+    """Whether a run is one of the sweep over factors."""
+    method = RunDir(run).config().get("method") or {}
+    return method.get("name") == "scale_channel" and method.get("factor") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_pages_are_accessible(
+    is_dark: bool, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    axe = axe_core(tmp_path)
+    for name, page in pages.items():
+        # The gallery has its own look.
+        if name != "gallery":
+            assert axe_faults(page, axe, is_dark) == [], name
+
+
+@pytest.mark.slow
+def test_pages_stay_small_and_their_links_lead_somewhere(
+    pages: dict[str, Path],
+) -> None:
+    for name, page in pages.items():
+        text = page.read_text()
+        if name != "gallery":
+            assert len(text.encode()) <= 500_000, name
+        for address in re.findall(r'href="([^"#]+)', text):
+            target = page.parent / unquote(html.unescape(address))
+            assert target.exists(), f"{name}: {address}"
 
 
 @pytest.mark.slow
@@ -69,5 +115,6 @@ def test_pages_in_a_browser(width: int, pages: dict[str, Path]) -> None:
     for name, page in pages.items():
         found = looks(page, width)
         assert found["page"] <= found["width"] == width, name
-        assert found["shown"] or "sweep__" in name, name
+        drawn = "<svg" in page.read_text() or name == "view"
+        assert found["shown"] or drawn or "sweep__" in name, name
         assert (found["lost"], found["cut"], found["small"]) == ([], [], []), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from posbench.report.compare import (
     label_runs,
     pairing_note,
     terminal_rows,
+    verdict,
     write_comparison,
 )
 from posbench.report.compare import _score_figure as drawn_of
@@ -171,7 +174,8 @@ def compared(
 def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     files, told, said = write_comparison([runs["better"], runs["best"]])
     out = runs["best"].parents[2] / "compare/aaaa0001_aaaa0002"
-    assert files == [out / "comparison.csv", out / "accuracy.svg"] and said == []
+    names = ("comparison.csv", "accuracy.svg", "report.html")
+    assert files == [out / name for name in names] and said == []
     lines = pd.read_csv(out / "comparison.csv").set_index("run")
     line = lines.loc["aaaa0002"]
     ours, theirs = (
@@ -204,10 +208,41 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     )
     assert figure is not None and len(figure.axes[0].lines) == 3
     assert_names(figure.get_suptitle(), "tiny", "n = 30")
-    assert {file.name for file in out.iterdir()} == {
-        "comparison.csv",
-        "accuracy.svg",
-    }
+    assert {file.name for file in out.iterdir()} == set(names)
+    page = (out / "report.html").read_text()
+    contrast = f"{100 * change.mean():+.1f} [{low:.1f}, {high:.1f}] points"
+    head = re.search('<p class="result">(.*?)</p>', page, re.DOTALL)
+    words = head and re.sub("<[^>]*>", "", head[1])
+    assert words and words.startswith("x=aaaa0002 scores higher than x=aaaa0001")
+    assert (
+        contrast in words
+        and words.count("[") == 2
+        and "posbench, compare/<wbr>aaaa0001_" in page
+    )
+    for name in ("better", "best"):
+        address = os.path.relpath(runs[name], out)
+        assert f'href="{address}/"' in page and (out / address).is_dir()
+    # Points of the curve: two runs and the unmodified model at each place.
+    assert page.count('class="point"') == 3 * len(PLACES)
+
+
+def test_the_verdict_follows_the_interval() -> None:
+    def row(low: float | None, high: float | None) -> dict[str, Any]:
+        value = None if low is None or high is None else (low + high) / 2
+        names = ("score_difference", "position_bias_difference")
+        columns = dict.fromkeys(f"{n}{e}" for n in names for e in ("_ci_low", ""))
+        ends = {"score_difference_ci_low": low, "score_difference_ci_high": high}
+        return {**columns, **ends, "score_difference": value, "label": "b", "pairs": 9}
+
+    first = {"label": "a"}
+    assert "b scores higher than a (+20.0 [10.0, 30.0]" in verdict(
+        [first, row(0.1, 0.3)]
+    )
+    assert "b scores lower than a (-20.0" in verdict([first, row(-0.3, -0.1)])
+    assert "cannot be told apart" in verdict([first, row(-0.1, 0.3)])
+    assert "cannot be compared" in verdict([first, row(None, None)])
+    unpaired = row(0.1, 0.3) | {"pairs": 0}
+    assert_names(verdict([first, *[unpaired] * 6]), "unpaired", "2 more")
 
 
 def test_other_prompts_are_not_paired_and_that_is_said(runs: dict[str, Path]) -> None:

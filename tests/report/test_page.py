@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from posbench.files.digests import Content
 from posbench.files.sources import Source
 from posbench.plots.base import save
-from posbench.report.page import breakable, figure_size, read_run, render_run
+from posbench.report.page import figure_size, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
+from posbench.report.template import breakable
 from tests.frames import (
     attention,
     channels,
@@ -71,8 +72,11 @@ def test_full_run(tmp_path):
         assert text in words
     for title in titles:
         assert f">{title}</h2>" in page
-    assert page.count("data:image/svg+xml;base64,") == 4
-    assert "<script" not in page and "http" not in page.replace("data:image", "")
+    # The scores over the gold position are drawn in the page itself.
+    assert page.count('src="data:image/svg+xml,') == 3
+    assert page.count('class="curve"') == 1
+    assert "<script" not in page
+    assert "http" not in re.sub('src="data:image[^"]*"', "", page)
     names = {p.name for p in (folder / "figures").iterdir()}
     drawings = ("accuracy", "attention", "candidates", "channel_33")
     assert names == {"captions.json", *(f"{name}.svg" for name in drawings)}

@@ -1,0 +1,79 @@
+"""One page over all runs: a row each with what the list of runs says, and links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from posbench.cli.main import main
+from posbench.report.index import records
+from posbench.report.view import write_view
+from tests.conftest import Result
+from tests.messages import assert_refused, refused
+from tests.report.test_index import made
+
+SCALED = {"name": "scale_channel", "layers": [1, 2], "factor": 0.0}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three runs, one of which has a page, and the page of a diagnosis."""
+    suite = tmp_path / "some outputs/kv_retrieval/v001"
+    first = made(suite / "tiny__scale_channel__aaaa0001", SCALED, 1)
+    made(suite / "tiny__none__bbbb0001", {"name": "none"}, 3)
+    made(suite / "tiny__none__bbbb0003", {"name": "none"}, 5, "failed")
+    (first / "report.html").write_text("page")
+    diagnosis = tmp_path / "some outputs/diagnose/tiny__kv__12345678/report.html"
+    diagnosis.parent.mkdir(parents=True)
+    diagnosis.write_text("page")
+    return tmp_path / "some outputs"
+
+
+def test_every_run_has_a_row_and_a_link(runs: Path) -> None:
+    page, count = write_view(runs)
+    text = page.read_text()
+    body = text[text.index("<tbody>") : text.index("</tbody>")]
+    rows = re.findall("<tr>(.*?)</tr>", body, re.DOTALL)
+    assert count == len(rows) == 3
+    for row, record in zip(rows, records(runs), strict=True):
+        words = unescape(re.sub("<[^>]*>", " ", row))
+        state = record["verdict"] or record["state"]
+        assert str(record["run"]) in words and str(state) in words
+        if record["score"] is not None:
+            assert f"{100 * record['score']:.1f} [" in words
+    addresses = [unescape(a) for a in re.findall('href="(.*?)"', text)]
+    assert len(addresses) == 4
+    for address in addresses:
+        assert (page.parent / address).exists() and not address.startswith("/")
+    assert "kv_retrieval/v001/tiny__scale_channel__aaaa0001/report.html" in addresses
+    assert "diagnose/tiny__kv__12345678/report.html" in addresses
+    assert not re.search("https?:", text)
+    assert write_view(runs)[0] == page, "our own page is replaced"
+
+
+def test_the_command_prints_an_address_and_opens_nothing(
+    runs: Path, posbench: Callable[..., Result]
+) -> None:
+    result = posbench("view", str(runs), verb=True)
+    assert result.status == 0 and result.err == ""
+    address = (runs / "index.html").as_uri()
+    assert result.out == f"3 runs: {address}\n" and "some%20outputs" in address
+
+
+def test_what_is_not_ours_is_not_replaced(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "index.html").write_text("mine")
+    with refused("FOLDER", str(runs / "index.html"), hint="another folder"):
+        write_view(runs)
+    assert (runs / "index.html").read_text() == "mine"
+    assert main(["view", str(tmp_path / "nowhere")]) == 2
+    assert_refused(capsys.readouterr().err, "FOLDER", str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    assert main(["view", str(tmp_path / "empty")]) == 2
+    assert not (tmp_path / "empty/index.html").exists()
+    assert main(["view", "a", "b"]) == 2
