@@ -27,8 +27,10 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import MARGIN, Scores
 from posbench.stats.position_bias import position_bias, position_curves
+from posbench.stats.scores import score_frame
 from posbench.stats.sequential import ALPHA
 from posbench.studies.base import Tables
 from posbench.studies.cost.timing import TimingStudy
@@ -115,12 +117,14 @@ class Remedies(TimingStudy):
         biases = _biases(rows, metric, run.runtime.resamples)
         costs = self._costs(run, methods)
         table = []
+        notes = {name: _missing_note(run, rows[name]) for name in methods}
         for name, method in methods.items():
+            note = notes[UNMODIFIED] or notes[name]
+            if note:
+                left_out[name] = note
+                continue
             own = scores[name]
             both = [question for question in scores[UNMODIFIED] if question in own]
-            if not both:
-                left_out[name] = "no reply is an answer"
-                continue
             base = [scores[UNMODIFIED][question] for question in both]
             after = [own[question] for question in both]
             gain = bootstrap.Estimate(0.0, 0.0, 0.0, len(both))
@@ -146,6 +150,7 @@ class Remedies(TimingStudy):
                 }
             )
         for name, reason in left_out.items():
+            # Also remedies that were asked and whose replies are often no answers: what is left says nothing.
             table.append({"method": name, "verdict": LEFT_OUT, "note": reason})
         return {"remedies": pd.DataFrame(table), "curves": pd.DataFrame(curves)}
 
@@ -285,6 +290,8 @@ class Remedies(TimingStudy):
         """Average and worst position over the time of a prompt."""
         table = tables["remedies"]
         drawn = table[table["verdict"] != LEFT_OUT]
+        if drawn.empty:
+            return {}
         caption = (
             "Average (95 % intervals of each alone) and worst gold position over the time of a prompt, beside the "
             "unmodified model's (black). Named are the remedies than which no other is both better and cheaper."
@@ -351,6 +358,14 @@ def _columns(name: str, estimate: bootstrap.Estimate) -> Row:
         end: round(100 * number, 2)
         for end, number in zip(ends, estimate[:3], strict=True)
     }
+
+
+def _missing_note(run: Run, rows: Sequence[Row]) -> str:
+    """Why the scores of a method mean nothing: too many of its replies are no answers; else empty."""
+    frame, _ = score_frame(rows, run.task)
+    thinking = run.model.thinking_tokens
+    resamples = run.runtime.resamples
+    return missing_note(frame, run.task.max_new_tokens, resamples, 0, thinking)
 
 
 def _question(row: Row) -> str:

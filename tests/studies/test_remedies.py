@@ -25,7 +25,7 @@ def test_numbers_are_those_of_the_rows(
         "study=remedies",
         "task.limit=8",
         "task.positions=[0%,50%,100%]",
-        "study.methods=[top_1,best_first,documents_twice,cache_stable,scale_channel]",
+        "study.methods=[top_1,best_first,documents_twice,cache_stable,scale_channel,recite]",
         "study.repeats=1",
         "study.timed=1",
         "runtime.resamples=200",
@@ -40,8 +40,12 @@ def test_numbers_are_those_of_the_rows(
     table = table.set_index("method")
     scores: dict[str, dict[str, float]] = defaultdict(dict)
     positions: dict[tuple[str, int], list[float]] = defaultdict(list)
+    num_cut = 0
     for line in (folder / "predictions.jsonl").read_text().splitlines():
         row = json.loads(line)
+        if row["method"] == "recite":
+            num_cut += row["outcome"] == "cut"
+            continue
         scores[row["method"]][row["id"]] = row["scores"]["accuracy"]
         positions[row["method"], row["gold_position"]].append(row["scores"]["accuracy"])
     assert set(scores) == {"none", "top_1", "documents_twice", "scale_channel"}
@@ -56,6 +60,9 @@ def test_numbers_are_those_of_the_rows(
     assert table.loc["best_first", "note"] == "the same prompts as the unmodified ones"
     assert "none of ids" in table.loc["cache_stable", "note"]
     assert set(table.loc[["best_first", "cache_stable"], "verdict"]) == {"left out"}
+    # A quotation does not fit a reply of one token: what was answered all the same says nothing.
+    assert f"{num_cut} cut off" in table.loc["recite", "note"] and num_cut > 1
+    assert table.loc["recite", "accuracy"] == ""
     # What stands in the prompt twice is read twice; the first item alone is short.
     tokens = table["tokens"].replace("", np.nan).astype(float)
     assert tokens["top_1"] < tokens["none"] / 4
