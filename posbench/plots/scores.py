@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from posbench.late import Figure, pd
@@ -25,7 +27,9 @@ MAX_NAMED_SHAPES = 2
 
 
 @plot.styled
-def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
+def accuracy_by_position(
+    metrics: pd.DataFrame, unmodified: Collection[str] = (frames.UNMODIFIED,)
+) -> Figure:
     """The task's score over the gold position, a line with its 95 % band per method.
 
     Where model, task or seed vary, each combination is its own line. Else the title names the shape of each line.
@@ -33,6 +37,7 @@ def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
 
     Args:
         metrics: Rows of metrics.csv.
+        unmodified: Names of the methods that leave the model as it is.
 
     Raises:
         UserError: A column or every score per position is missing.
@@ -52,12 +57,12 @@ def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
             figure.suptitle(title)
     num_lines = {True: 0, False: 0}  # by whether they are unmodified
     for (method, *values), line in rows.groupby(["method", *varied], sort=False):
-        unmodified = method == frames.UNMODIFIED
+        is_unmodified = method in unmodified
         names = [f"{key} {value}" for key, value in zip(varied, values, strict=True)]
         label = ", ".join([frames.display_name(method), *names])
-        style = plot.line_style(num_lines[unmodified], unmodified)
+        style = plot.line_style(num_lines[is_unmodified], is_unmodified)
         plot.band(axes, line, style, label=label)
-        num_lines[unmodified] += 1
+        num_lines[is_unmodified] += 1
     keys = ["method", *varied]
     levels = frames.rows_over_all_positions(metrics).drop_duplicates(keys)
     has_positions = pd.MultiIndex.from_frame(levels[keys]).isin(

@@ -495,7 +495,9 @@ def _write_page(
         list(cells[0]),
         [list(row.values()) for row in cells],
     )
-    curve = curve_of_methods(_score_rows(runs), lambda name: pages.get(name, ""))
+    curve = curve_of_methods(
+        _score_rows(runs), lambda name: pages.get(name, ""), _unmodified_names(runs)
+    )
     if curve:
         section.insert = lambda max_bytes: curve
     elif picture:
@@ -536,6 +538,11 @@ def _score_rows(runs: Sequence[ComparedRun]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def _unmodified_names(runs: Sequence[ComparedRun]) -> list[str]:
+    """The names in :func:`_score_rows` of unmodified models."""
+    return [UNMODIFIED, *(run.label for run in runs if run.method == UNMODIFIED)]
+
+
 def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     """Draw scores over the gold position, or over subsets where prompts have no gold position; None without either.
 
@@ -543,7 +550,7 @@ def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     """
     rows = _score_rows(runs)
     if len(rows_at_positions(rows)):
-        figure = accuracy_by_position(rows)
+        figure = accuracy_by_position(rows, _unmodified_names(runs))
         # Runs with equal scores lie on each other.
         _widen_hidden_lines(figure)
     else:

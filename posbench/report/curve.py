@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,17 @@ def curve_of_run(metrics: pd.DataFrame, page: str = "") -> str:
     return curve_of_methods(metrics, lambda method: page)
 
 
-def curve_of_methods(metrics: pd.DataFrame, page_of: Callable[[str], str]) -> str:
+def curve_of_methods(
+    metrics: pd.DataFrame,
+    page_of: Callable[[str], str],
+    unmodified: Collection[str] = (frames.UNMODIFIED,),
+) -> str:
     """Return the HTML of a curve, see :func:`curve_of_run`.
 
     Args:
         metrics: Rows of metrics.csv.
         page_of: Address of the page with the questions of a method; empty: no link.
+        unmodified: Names of the methods that leave the model as it is.
     """
     rows = frames.rows_at_positions(metrics).dropna(subset=["value"])
     if rows.empty or rows.duplicated(["method", "gold_position"]).any():
@@ -69,9 +74,9 @@ def curve_of_methods(metrics: pd.DataFrame, page_of: Callable[[str], str]) -> st
         return ""
     lines = list[Line]()
     for method, of_method in rows.groupby("method", sort=False):
-        is_unmodified = method == frames.UNMODIFIED
-        number = sum(line.method != frames.UNMODIFIED for line in lines)
-        style = plot.line_style(0 if is_unmodified else number, is_unmodified)
+        is_unmodified = method in unmodified
+        number = sum((line.method in unmodified) == is_unmodified for line in lines)
+        style = plot.line_style(number, is_unmodified)
         name = str(method)
         page = page_of(name)
         lines.append(Line(frames.display_name(name), of_method, style, name, page))

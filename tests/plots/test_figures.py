@@ -202,6 +202,15 @@ def test_a_block_of_keys_is_told_without_braces():
     assert sorted(settings) == ["curve free, step 2", "points 1"]
 
 
+def test_an_unmodified_model_of_another_name_is_black():
+    table = metrics().replace({"method": {"none": "unmodified, served"}})
+    names = ["none", "unmodified, served"]
+    axes = accuracy_by_position(table, names).axes[0]
+    colours = {one.get_label(): one.get_color() for one in axes.lines}
+    assert colours.pop("unmodified, served") == plot.BLACK
+    assert plot.BLACK not in colours.values()
+
+
 def test_seeds_are_names_without_an_order():
     table = sweep([2, 0, 1]).rename(columns={"method.factor": "search.seed"})
     left, right = factor_sweep(table, "search.seed").axes
