@@ -73,7 +73,8 @@ def test_a_planted_primacy_is_found_and_nothing_is_said_of_the_inside(
     assert result.status == 0, result.err
     assert (found["verdict"], found["shape"]["name"]) == ("bias", "primacy")
     assert found["source"] is None and not found["remedies"]
-    assert found["next"] == "posbench diagnose model=DIR_OR_HUB_ID"
+    # What someone with an address alone can do: no checkpoint to look into.
+    assert "DIR" not in found["next"] and "model=" not in found["next"]
     assert found["model"] == "fake"
     # All positions of each question, and no more questions than tell the shape.
     assert found["shape"]["questions"] < 100
