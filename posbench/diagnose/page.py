@@ -120,7 +120,7 @@ def glance(diagnosis: Diagnosis) -> Glance:
         looked = _look_at(diagnosis, "shape")
     numbers = looked.numbers if looked else ()
     sentence = _verdict_sentence(diagnosis, looked)
-    if diagnosis.place:
+    if diagnosis.place and name in (BIAS, NOT_FIXED):
         advice = diagnosis.place.partition(":")[0]
         sentence = first_short(f"{sentence.removesuffix('.')}; {advice}.", sentence)
     if not numbers and diagnosis.pilots and diagnosis.pilots[-1].average.n:
@@ -206,8 +206,10 @@ def lines(diagnosis: Diagnosis) -> list[str]:
 def _winner_gain(diagnosis: Diagnosis) -> str:
     """The gain of the winner of the race with its unit, and the methods whose gain lies within its interval."""
     gains = {remedy.name: remedy.gain for remedy in diagnosis.remedies if remedy.gain}
-    best = gains.pop(diagnosis.winner)
-    text = f"gain {_nats(best)} nats per answer token"
+    best = gains.pop(diagnosis.winner, None)
+    if best is None:
+        return "gain unknown"
+    text = f"{_nats(best)} nats per answer token"
     ties = [
         f"{name} {gain.value:.3g}"
         for name, gain in gains.items()
@@ -234,7 +236,6 @@ def _sections(diagnosis: Diagnosis) -> list[Section | None]:
         _held_back_section(diagnosis),
         _pilot_section(diagnosis),
         _cost_section(diagnosis),
-        Section("Next", block=diagnosis.next or "nothing is left to do"),
     ]
 
 
@@ -380,7 +381,7 @@ def _prompt_section(diagnosis: Diagnosis) -> Section | None:
     text = (
         f"{_sentence(_prompt_verdict(changes))}. Accuracy over all gold positions, paired against the prompts as they "
         "are; the intervals hold for all changes together. Whether a change removes the bias, and not only raises the "
-        "average, is another question: the command under Next asks it where a change is to be used."
+        "average, is another question: the command at the head of this page asks it where a change is to be used."
     )
     rows = policy_rows(changes["policies"])
     return Section("Changes of the prompt", text, POLICY_HEADER, rows)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.style import Style
@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from posbench.run.heartbeat import sign_of_life
-from posbench.stats.glance import Glance, Tone
+
+if TYPE_CHECKING:
+    from posbench.stats.glance import Glance, Tone
 
 Record = Mapping[str, Any]
 """One row of a list, by column; a column with a mapping prints as ``key=value`` pairs."""
@@ -54,12 +56,20 @@ class _Terminal(Console):
 
     def print(self, *objects: Any, **settings: Any) -> None:
         """Print, which is a sign of life; text is broken between words on a terminal, and not at all elsewhere."""
-        if objects and all(isinstance(text, str) for text in objects):
+        plain = [_plain_text(text) for text in objects]
+        if plain and None not in plain:
             settings["soft_wrap"] = True
             if self.is_terminal:
-                objects = tuple(wrap_words(text, self.width) for text in objects)
+                objects = tuple(wrap_words(text or "", self.width) for text in plain)
         super().print(*objects, **settings)
         sign_of_life()
+
+
+def _plain_text(printed: object) -> str | None:
+    """The text of a string, or of a text in one style; None for a table and all else."""
+    if isinstance(printed, Text) and not printed.spans and not printed.style:
+        return printed.plain
+    return printed if isinstance(printed, str) else None
 
 
 def wrap_words(text: str, width: int) -> str:

@@ -354,11 +354,11 @@ def findings_glance(findings: pd.DataFrame) -> Glance:
         verdict = decisive["verdict"].iloc[0]
         sentences.insert(0, f"{text}; {verdict}: {claim}.")
     numbers = [
-        Number(name, str(count), "claim" if count == 1 else "claims")
+        Number(name, str(count), f"of {total}")
         for name, count in (
-            ("hold", held),
-            ("contradicted", contradicted),
-            ("undecided", total - held - contradicted),
+            ("claims that hold", held),
+            ("contradicted claims", contradicted),
+            ("undecided claims", total - held - contradicted),
         )
         if count
     ]
@@ -515,11 +515,11 @@ def comparison_glance(rows: Sequence[Mapping[str, Any]]) -> Glance:
         elif below and not above:
             tone = "bad"
         numbers = tuple(
-            Number(name, str(count), "runs")
+            Number(name, str(count), f"of {len(others)}")
             for name, count in (
-                ("above", above),
-                ("below", below),
-                ("cannot be told apart", len(others) - above - below),
+                ("runs above", above),
+                ("runs below", below),
+                ("runs that cannot be told apart", len(others) - above - below),
             )
         )
         word = f"{above} above, {below} below"
@@ -575,7 +575,7 @@ def _step_after_scores(
     """
     name = _name(run, config)
     subject = _subject(run, config)
-    node = config.get("method") or {}
+    node = _group(config, "method")
     is_prompt_change = (
         "_target_" in node and MethodChoice.of(node).changes_prompts_alone
     )
@@ -597,10 +597,16 @@ def _step_after_scores(
 
 def _name(run: RunDir, config: Mapping[str, Any]) -> str:
     """What a verb calls a run: its hash, or its folder outside the default outputs."""
-    outputs = (config.get("runtime") or {}).get("outputs", Runtime.outputs)
+    outputs = _group(config, "runtime").get("outputs", Runtime.outputs)
     if outputs == Runtime.outputs:
         return run.path.name.rpartition("__")[2]
     return shlex.quote("/".join([str(outputs).rstrip("/"), *run.path.parts[-3:]]))
+
+
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of a config; empty where it has none."""
+    group = config.get(name)
+    return group if isinstance(group, Mapping) else {}
 
 
 def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
@@ -616,7 +622,7 @@ def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
     for group in ("model", "task"):
         if is_sweep:
             typed = [arg for arg in typed if not re.match(rf"{group}[.=]", arg)]
-        named = (config.get(group) or {}).get("name")
+        named = _group(config, group).get("name")
         chosen = any(key == group or key.startswith(f"{group}.") for key in keys)
         if named and (is_sweep or not chosen):
             typed.insert(0, f"{group}={named}")

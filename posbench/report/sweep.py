@@ -435,15 +435,17 @@ def _scores_glance(folder: Path, summary: pd.DataFrame) -> Glance:
     command = purpose = ""
     if len(scored) > 1 and "run" in summary:
         worst = min(scored, key=lambda setting: setting.average.value)
-        hashes = [setting.runs[0].rpartition("__")[2] for setting in (worst, best)]
-        command = f"posbench compare {' '.join(hashes)}"
-        purpose = "compares the lowest and the highest average, prompt by prompt"
+        if worst is not best:
+            ends = (worst, best)
+            hashes = [setting.runs[0].rpartition("__")[2] for setting in ends]
+            command = f"posbench compare {' '.join(hashes)}"
+            purpose = "compares the lowest and the highest average, prompt by prompt"
     return Glance(
         word,
         tone,
         first_short(*sentences),
         tuple(numbers),
-        command if len(set(command.split())) == 4 else "",
+        command,
         purpose,
         details=" ".join(details),
     )

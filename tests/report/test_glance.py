@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy
 from posbench.diagnose.page import glance as diagnosis_glance
@@ -153,9 +154,9 @@ def test_claims_are_counted_and_the_one_that_decides_is_named() -> None:
     assert (glance.word, glance.tone) == ("1 of 3 hold", "bad")
     assert glance.sentence.startswith("Of 3 claims of the paper on tiny, 1 holds, 1 is")
     assert [str(number) for number in glance.numbers] == [
-        "hold 1 claim",
-        "contradicted 1 claim",
-        "undecided 1 claim",
+        "claims that hold 1 of 3",
+        "contradicted claims 1 of 3",
+        "undecided claims 1 of 3",
     ]
     short = findings_glance(_findings("holds", "contradicted", claim="it peaks"))
     assert short.sentence.endswith("; contradicted: 1: it peaks.")
@@ -215,7 +216,7 @@ def test_a_gain_of_a_diagnosis_has_its_unit_and_its_ties() -> None:
         held_back="fixed (why)",
     )
     (line,) = (text for text in lines(diagnosis) if text.startswith("remedy:"))
-    assert "gain 0.674 [0.474, 0.874] nats per answer token" in line
+    assert "scale_channel, 0.674 [0.474, 0.874] nats per answer token" in line
     assert "a tie: layer_scaling 0.664)" in line and "moice" not in line
 
 
@@ -286,7 +287,7 @@ def _on_page(page: Path) -> tuple[str, str]:
         for name in ("chip", "result")
     ]
     word, sentence = (html.unescape(re.sub("<[^>]*>", "", m[1])) for m in found if m)
-    return word, sentence
+    return word, sentence.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _printed(folder: Path, width: int) -> str:
@@ -333,6 +334,17 @@ def test_words_are_not_broken() -> None:
         lengths = [len(line) for line in wrapped.split("\n")]
         assert max(lengths[:-1]) <= width
     assert wrap_words("  indented\n\nlines", 80) == "  indented\n\nlines"
+
+
+def test_all_that_a_terminal_shows_is_broken_between_words() -> None:
+    out = StringIO()
+    console = _Terminal(file=out, force_terminal=True, width=30, color_system=None)
+    text = "gain 0.626 on 120 held-back prompts, and more of them"
+    for printed in (text, Text(text)):
+        console.print(printed, soft_wrap=True)
+    lines_of_text = out.getvalue().splitlines()
+    assert " ".join(lines_of_text).split() == 2 * text.split()
+    assert max(map(len, lines_of_text)) <= 30
 
 
 class _Tty(StringIO):
