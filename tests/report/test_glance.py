@@ -313,11 +313,11 @@ def test_page_and_terminal_say_the_same(tmp_path: Path, width: int) -> None:
         lines_of_text = printed.splitlines()
         assert glance.sentence in " ".join(printed.split())
         # The end: sentence, next command, page.
-        assert lines_of_text[-1] == f"report: {folder / 'report.html'}"
+        assert printed.split()[-2:] == ["report:", str(folder / "report.html")]
         tail = " ".join(" ".join(lines_of_text[-8:]).split())
         assert glance.sentence in tail and f"next: {glance.next}" in tail
         for line in lines_of_text:
-            assert len(line) <= width or len(line.split()) == 1 or "report:" in line
+            assert len(line) <= width or len(line.split()) == 1
 
 
 def test_a_sweep_begins_with_its_verdict(tmp_path: Path) -> None:
