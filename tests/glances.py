@@ -12,7 +12,7 @@ def check_glance(glance: Glance) -> None:
     assert sentence.endswith(".") and sentence[:-1].strip(), sentence
     assert "\n" not in sentence and "  " not in sentence, sentence
     assert "nan" not in sentence.replace(".", " ").split(), sentence
-    assert glance.word and len(glance.word.split()) <= 5, glance.word
+    assert glance.word and len(glance.word.split()) <= 8, glance.word
     assert glance.tone in ("good", "bad", "open")
     assert len(glance.numbers) <= MAX_NUMBERS, glance.numbers
     for number in glance.numbers:
