@@ -748,7 +748,7 @@ def first_look(tables: Tables) -> Glance:
         sentence = f"With {last['setting']} the verdict is: {last['verdict']}."
     else:
         sentence = (
-            f"Of {len(asked)} numbers of documents, {len(biased)} show a position bias."
+            f"Of {len(asked)} numbers of items, {len(biased)} show a position bias."
         )
     if len(biased):
         word = (
