@@ -17,6 +17,8 @@ TRACEBACK = "POSBENCH_TRACEBACK"
 """Environment variable that has the traceback of an error printed before its line."""
 MAX_ERROR_CHARACTERS = 200
 """Characters of another program's error that a line repeats."""
+MAX_CLOSEST = 5
+"""Names that an error lists of many."""
 
 
 class UserError(Exception):
@@ -233,6 +235,16 @@ def _rename(fault: UserError, old: str, new: str) -> UserError:
 def choices(*folders: Path) -> list[str]:
     """Names of the YAML files in config folders."""
     return sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
+
+
+def closest(name: str, candidates: Sequence[str], listing: str) -> str:
+    """The few candidates that are closest to a name, with the number of the others and the command that lists all."""
+    matches = difflib.get_close_matches(
+        name, candidates, n=MAX_CLOSEST, cutoff=0.5
+    ) or list(candidates[:MAX_CLOSEST])
+    others = len(candidates) - len(matches)
+    text = ", ".join(matches)
+    return f"{text} and {others} others ({listing})" if others else text
 
 
 def near(name: str, candidates: Sequence[str], otherwise: str) -> str:

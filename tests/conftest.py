@@ -20,6 +20,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 
 from posbench import paths
+from posbench.stats.glance import Glance
+from tests.glances import check_glance
 
 settings.register_profile("posbench", deadline=None)  # a machine may be slow
 settings.load_profile("posbench")
@@ -100,6 +102,20 @@ def unsynced() -> Iterator[None]:
     """Leave to the system when files reach the disk: a small run would wait for it 30 times, at 8 ms each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_glances() -> Iterator[None]:
+    """Check every first look at a result that any test makes, of all studies, sweeps and diagnoses."""
+    create = Glance.__init__
+
+    def create_and_check(glance: Glance, *args: Any, **fields: Any) -> None:
+        create(glance, *args, **fields)
+        check_glance(glance)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Glance, "__init__", create_and_check)
         yield
 
 

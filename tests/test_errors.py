@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from posbench.errors import Faults, SeveralErrors, UserError, choices, near, renamed
+from posbench.errors import (
+    Faults,
+    SeveralErrors,
+    UserError,
+    choices,
+    closest,
+    near,
+    renamed,
+)
 
 
 def test_a_fault_is_one_line() -> None:
@@ -88,3 +96,12 @@ def test_choices_are_the_names_of_the_files(tmp_path: Path) -> None:
     for name in ("b.yaml", "a.yaml", "c.txt"):
         (tmp_path / name).touch()
     assert choices(tmp_path, tmp_path, tmp_path / "absent") == ["a", "b"]
+
+
+def test_of_many_names_an_error_lists_the_closest() -> None:
+    names = [f"fig{number}" for number in range(60)]
+    text = closest("fig99", names, "posbench ls experiments")
+    listed, _, others = text.partition(" and ")
+    assert others == "55 others (posbench ls experiments)"
+    assert "fig9" in listed.split(", ") and len(listed.split(", ")) == 5
+    assert closest("qqq", ["a", "b"], "posbench ls models") == "a, b"

@@ -429,12 +429,12 @@ def combined_verdict(verdicts: pd.Series) -> str:
 
 
 def run_page(folder: Path) -> str:
-    """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
+    """A run's page as Markdown: its sentence, details and tables; figures stay in the run's folder."""
     open_undamaged(folder)
-    sentence, sections = read_run(folder)
+    glance, sections = read_run(folder)
     provenance = _read_provenance(folder)
     packages = provenance["packages"]
-    parts = [sentence]
+    parts = [glance.sentence, glance.details]
     for section in sections:
         parts += [f"## {section.title}", section.text]
         if section.rows:

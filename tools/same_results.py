@@ -284,7 +284,7 @@ DROPPED_COLUMNS = re.compile(
 )
 """Columns and keys of times, memory and places, and digests of settings, code and rows."""
 DROPPED_LINES = re.compile(
-    r"elapsed|^time: |^run: |^report: |computed, the others shared|^loading |^\s*$|^ *outputs: "
+    r"elapsed|^time: |^run: |^report: |^next: |computed, the others shared|^loading |^\s*$|^ *outputs: "
 )
 """Lines of a command's output, or of a config, about progress, time and places."""
 GROWS = re.compile(r"(^|/)config\.yaml$|^configs/output\.txt$")

@@ -39,11 +39,12 @@ from posbench.stats.findings import (
     join_findings,
 )
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.glance import Glance, Number, Tone, first_short
 from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import detectable_difference
 from posbench.stats.scores import Tabulator, score_frame
 from posbench.stats.shape import shape_in_metrics
-from posbench.stats.verdict import CANNOT_DO, CANNOT_TELL, run_verdict
+from posbench.stats.verdict import BIAS, CANNOT_DO, CANNOT_TELL, NO_BIAS, run_verdict
 from posbench.studies.base import Study, Tables
 from posbench.studies.probes import (
     CLOSED_BOOK,
@@ -263,9 +264,9 @@ class LostInTheMiddle(Study):
         """The paper's claims, by the reading of replies that the task scores; the other reading is in the notes."""
         return judge_claims(tables)
 
-    def answer(self, tables: Tables) -> str:
-        """See :meth:`Study.answer`."""
-        return describe_result(tables)
+    def glance(self, tables: Tables) -> Glance:
+        """See :meth:`Study.glance`: the verdicts, and the curve with the most items."""
+        return first_look(tables)
 
     def sections(self, tables: Tables, figures: Drawn) -> list[Section]:
         """See :meth:`Study.sections`: accuracy by number of items, with the figure, then the verdicts."""
@@ -714,6 +715,58 @@ def _judge(
         for row in main.to_dict("records")
     ]
     return join_findings(parts)
+
+
+def first_look(tables: Tables) -> Glance:
+    """Return how many numbers of items show a position bias, and the curve with the most items.
+
+    Args:
+        tables: ``cells`` and ``verdicts``, as read back.
+    """
+    details = describe_result(tables)
+    cells, verdicts = tables["cells"], tables["verdicts"]
+    asked = verdicts[verdicts["verdict"] != LEFT_OUT]
+    if cells.empty or asked.empty:
+        return Glance("nothing asked", "open", "Nothing was asked.", details=details)
+    main = cells["reading"].iloc[0]
+    asked = asked[asked["reading"] == main]
+    biased = asked[asked["verdict"] == BIAS]
+    last = asked.iloc[-1]
+    curve = cells[
+        (cells["reading"] == main)
+        & (cells["setting"] == last["setting"])
+        & (cells["gold_position"] != "all")
+    ].sort_values("depth")
+    places = {"first": 0, "in the middle": len(curve) // 2, "last": -1}
+    numbers = tuple(
+        Number(
+            f"{last['setting']}, answer {name}", _cell(curve.iloc[place].to_dict()), "%"
+        )
+        for name, place in places.items()
+    )
+    if len(asked) == 1:
+        sentence = f"With {last['setting']} the verdict is: {last['verdict']}."
+    else:
+        sentence = (
+            f"Of {len(asked)} numbers of items, {len(biased)} show a position bias."
+        )
+    if len(biased):
+        word = (
+            BIAS
+            if len(biased) == len(asked)
+            else f"{BIAS} in {len(biased)} of {len(asked)}"
+        )
+        named = ", ".join(biased["setting"])
+        shapes = {str(shape) for shape in biased["shape"].dropna() if shape}
+        shape = f" ({shapes.pop()})" if len(shapes) == 1 else ""
+        full = f"There is a position bias with {named}{shape}."
+        return Glance(
+            word, "bad", first_short(full, sentence), numbers, details=details
+        )
+    words = set(asked["verdict"])
+    word = words.pop() if len(words) == 1 else "no bias shown"
+    tone: Tone = "good" if word == NO_BIAS else "open"
+    return Glance(word, tone, sentence, numbers, details=details)
 
 
 def describe_result(tables: Tables) -> str:

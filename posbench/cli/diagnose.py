@@ -6,10 +6,10 @@ import shlex
 
 from posbench.cli.options import URL, option
 from posbench.diagnose.course import DEFAULT_BUDGET, Course
-from posbench.diagnose.page import lines, write_diagnosis
+from posbench.diagnose.page import glance, lines, write_diagnosis
 from posbench.files.secrets import without_typed_secrets
 from posbench.pipeline.arguments import read_flags
-from posbench.report.console import make_console
+from posbench.report.console import make_console, show_glance, show_link
 from posbench.run.budget import Budget, Stopwatch
 
 
@@ -47,8 +47,9 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
     page = write_diagnosis(diagnosis, course.folder, command)
     console.rule(f"diagnosis of {diagnosis.model}")
     for line in lines(diagnosis):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-    console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)
+        console.print(line)
+    show_glance(console, glance(diagnosis))
+    show_link(console, "report", page)
     return 0
 
 

@@ -87,7 +87,7 @@ def export(args: list[str]) -> int:
         raise UserError(
             "export",
             " ".join(args),
-            "one run, --to FORMAT and --out DIR",
+            f"one run, --to FORMAT ({', '.join(base.FORMATS)}) and --out DIR",
             "posbench export --help",
         )
     form = base.find_format(to)

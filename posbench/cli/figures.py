@@ -18,7 +18,7 @@ from rich.console import Console
 
 from posbench import paths
 from posbench.cli.options import option
-from posbench.errors import UserError, choices, in_one_line, near
+from posbench.errors import UserError, choices, closest, in_one_line, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.pipeline.compose import compose
@@ -379,7 +379,8 @@ def _check_names(
     for name in names:
         if name not in all_names:
             hint = near(name, all_names, "posbench ls experiments")
-            raise UserError(field_name, name, ", ".join(all_names), hint)
+            allowed = closest(name, all_names, "posbench ls experiments")
+            raise UserError(field_name, name, allowed, hint)
 
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:

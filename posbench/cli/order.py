@@ -24,15 +24,19 @@ from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import prepare
 from posbench.plots.section import Section
-from posbench.report.console import make_console
+from posbench.report.console import make_console, show_glance, show_link
 from posbench.report.explorer import questions_section
 from posbench.report.folder import read_json, study_tables
 from posbench.report.page import write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
+from posbench.report.terminal import show_table
 from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import open_run_dir
 from posbench.schema import override_text
-from posbench.studies.order import VERDICT_FILE, OrderStudy
+from posbench.stats.bootstrap import with_interval
+from posbench.stats.glance import Glance, Number, Tone
+from posbench.stats.policies import CANNOT_DO, LEAVE, USE
+from posbench.studies.order import AS_RETRIEVED, VERDICT_FILE, OrderStudy
 
 
 def order(args: list[str], watch: Stopwatch | None = None) -> int:
@@ -92,10 +96,13 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
     console.rule(f"order of {Path(log).name}")
-    for line in _lines(facts):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-    page = target / "report.html"
-    console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)
+    glance = order_glance(facts)
+    console.print(glance.details)
+    _show_causes_and_recipe(console, facts)
+    ranked = policy_rows([row for row in facts["policies"] if not row["same_as"]])
+    show_table(console, [*POLICY_HEADER[:-1], "note"], ranked)
+    show_glance(console, glance)
+    show_link(console, "report", target / "report.html")
     return 0
 
 
@@ -177,7 +184,6 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
         ),
         _cause_section(facts, {n: drawn[n] for n in ("ranks",) if n in drawn}),
         Section("Use it", block=facts["recipe"]),
-        Section("Next", _next(facts), block=command),
     ]
     shown = [
         section
@@ -190,7 +196,7 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
     write_page(
         target,
         f"{log}: order of the documents",
-        _headline(facts),
+        order_glance(facts),
         shown,
         [folder.name.split("__")[0]],
         provenance={"command": command, "run": str(folder)},
@@ -231,36 +237,76 @@ def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
     )
 
 
-def _headline(facts: Mapping[str, Any]) -> str:
-    """The verdict with its reason."""
-    text = f"Verdict: {verdict_words(facts)} ({facts['reason']})."
-    if facts["needed_questions"]:
-        text += f" About {facts['needed_questions']:,} questions in all would tell."
-    return text
+def order_glance(facts: Mapping[str, Any]) -> Glance:
+    """The first look at a comparison of policies: what to do with the prompt.
+
+    Args:
+        facts: Content of order.json, with the ``command``.
+    """
+    details = f"Verdict: {verdict_words(facts)} ({facts['reason']})."
+    needed = facts["needed_questions"]
+    if needed:
+        details += f" About {needed:,} questions in all would tell."
+    verdict, leader = facts["verdict"], facts["leader"]
+    rows = {row["name"]: row for row in facts["policies"]}
+    numbers = []
+    for name in dict.fromkeys((AS_RETRIEVED, leader)):
+        row = rows.get(name, {})
+        if row.get("accuracy") is not None:
+            numbers.append(Number(name, _with_interval(row, "accuracy", "ci"), "%"))
+    gain = rows.get(leader, {})
+    if leader != AS_RETRIEVED and gain.get("difference") is not None:
+        text = _with_interval(gain, "difference", "difference", "+.1f")
+        numbers.append(Number("difference", text, "points"))
+    tone: Tone = "open"
+    if verdict == USE:
+        tone = "good"
+        gained = rows[facts["policy"]]["difference"]
+        sentence = f"Use {facts['policy']}: {gained:.1f} points more are right than with the prompts as retrieved."
+    elif verdict == LEAVE:
+        sentence = "Leave the prompts as they are retrieved: no change of them gains enough to matter."
+    elif verdict == CANNOT_DO:
+        sentence = (
+            "The model cannot answer these questions under any order of the documents."
+        )
+    else:
+        sentence = "These questions do not tell whether a change of the prompt helps."
+        if needed:
+            sentence = f"{sentence.removesuffix('.')}; about {needed:,} in all would."
+    return Glance(
+        verdict_words(facts),
+        tone,
+        sentence,
+        tuple(numbers),
+        next=str(facts["command"]),
+        purpose=_next(facts),
+        details=details,
+    )
+
+
+def _with_interval(
+    row: Mapping[str, Any], name: str, ends: str, form: str = ".1f"
+) -> str:
+    """A number of a policy with its interval."""
+    return with_interval(row[name], row[f"{ends}_low"], row[f"{ends}_high"], form)
 
 
 def _next(facts: Mapping[str, Any]) -> str:
     """What to do next, in words."""
     needed = facts["needed_questions"]
     if needed and needed > facts["questions"]:
-        return f"Log about {needed:,} questions, and repeat:"
-    return "The same command resumes, and repeats nothing that is there; a larger budget goes on:"
+        return f"once the log holds about {needed:,} questions"
+    return "resumes and repeats nothing that is there; a larger budget goes on"
 
 
-def _lines(facts: Mapping[str, Any]) -> list[str]:
-    """The result for a terminal."""
-    lines = [_headline(facts)]
-    ranked = policy_rows([row for row in facts["policies"] if not row["same_as"]])
-    width = max(len(name) for name, *_ in ranked)
-    for name, accuracy, difference, _, tokens, n, note in ranked:
-        lines.append(
-            f"  {name:<{width}}  {accuracy:<20} {difference:<22} {tokens:>7} tokens  n = {n}  {note}".rstrip()
-        )
+def _show_causes_and_recipe(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what became of the questions as retrieved, and the code that applies the policy to use."""
     causes = sorted(facts["causes"].items(), key=lambda cause: -cause[1])
     if causes:
-        lines.append(
-            "as retrieved: " + ", ".join(f"{count} {name}" for name, count in causes)
-        )
+        counted = ", ".join(f"{count} {name}" for name, count in causes)
+        console.print(f"as retrieved: {counted}")
     if facts["recipe"]:
-        lines += ["", *(f"    {line}" for line in facts["recipe"].splitlines()), ""]
-    return lines
+        console.print("")
+        for line in facts["recipe"].splitlines():
+            console.print(f"    {line}")
+        console.print("")

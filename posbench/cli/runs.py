@@ -9,7 +9,13 @@ from pathlib import Path
 from posbench.cli.options import option
 from posbench.errors import UserError, near
 from posbench.report import index
-from posbench.report.console import Record, make_console, show_lists
+from posbench.report.console import (
+    Record,
+    make_console,
+    show_glance,
+    show_link,
+    show_lists,
+)
 from posbench.run.folder import find_run
 
 
@@ -101,7 +107,8 @@ def compare(args: list[str]) -> int:
 
     example: posbench compare 51cc60e3 d172d1d1
     """
-    from posbench.report.compare import terminal_rows, verdict, write_comparison
+    from posbench.report.compare import terminal_rows, write_comparison
+    from posbench.report.glance import comparison_glance
 
     outputs, remaining = split_outputs(args)
     out, remaining = option(remaining, "--out")
@@ -115,8 +122,12 @@ def compare(args: list[str]) -> int:
     files, lines, messages = write_comparison(folders, destination, formats)
     title = "differences are from the first run; in % and points, [95 % interval]"
     show_lists({title: lines}, "--json" in remaining, terminal_rows)
-    for message in (*messages, verdict(lines)):
+    for message in messages:
         print(message, file=sys.stderr)
+    glance = comparison_glance(lines)
+    # stdout is the table, for other programs.
+    console = make_console(is_error=True)
+    show_glance(console, glance)
     for file in files:
-        print(f"{file.stem}: {file}", file=sys.stderr)
+        show_link(console, file.stem, file)
     return 0

@@ -71,7 +71,8 @@ def fetch(args: list[str]) -> int:
       OVERRIDES  as a run has them, also -m and experiment=NAME
       --dry-run  list with sizes, download nothing
 
-    Afterwards runs of this config need no network. HF_TOKEN (or `hf auth login`) opens gated repositories.
+    Prints where the files are. Afterwards runs of this config need no network. HF_TOKEN (or `hf auth login`) opens
+    gated repositories.
 
     example: posbench fetch model=mistral7b task=nq_multidoc --dry-run
     """
@@ -85,7 +86,17 @@ def fetch(args: list[str]) -> int:
     # A sweep's jobs share most files.
     needed = [source for job in jobs.composed for source in needs(job)]
     if needed:
-        sources.fetch(needed, dry_run=dry_run, console=make_wide_console())
+        console = make_wide_console()
+        sources.fetch(needed, dry_run=dry_run, console=console)
+        if not dry_run:
+            for source in dict.fromkeys(needed):
+                group = source.field.partition(".")[0]
+                console.print(f"{group}: {sources.cached_path(source)}")
+            typed = shlex.join(overrides)
+            console.print(f"next: posbench {typed}  (runs it)")
+            if all(re.match("model[=.]", arg) for arg in overrides):
+                purpose = "whether it has a position bias, and what helps"
+                console.print(f"next: posbench diagnose {typed}  ({purpose})")
     return max((record["status"] for record in jobs.refused.values()), default=0)
 
 

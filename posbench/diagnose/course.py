@@ -1089,7 +1089,10 @@ class Course:
             with_change = self.runs.overrides([], method=changes["policy"])[:-1]
             return shlex.join(["posbench", *map(without_typed_secrets, with_change)])
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
-            return "posbench diagnose model=DIR_OR_HUB_ID"
+            # Of a server the changes of the prompt are all that a user can try.
+            if changes and changes["verdict"] != CANNOT_TELL:
+                return ""
+            return self._command_with_more_questions()
         if diagnosis.shape and self._is_undecided():
             return self._command_with_more_questions()
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots and self.task.items:

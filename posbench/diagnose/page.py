@@ -16,35 +16,49 @@ from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
 from posbench.report.curve import curve_of_run
 from posbench.report.folder import read_csv, study_tables
+from posbench.report.glance import TONES, scores_glance
 from posbench.report.page import attention_section, run_links, write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
+from posbench.report.tables import describe_positions, position_table
+from posbench.run.folder import PREDICTIONS, open_run_dir
+from posbench.run.own_code import make_importable
 from posbench.run.progress import duration
+from posbench.schema import resolve_target
 from posbench.stats.bootstrap import Estimate, with_interval
+from posbench.stats.frames import metric_name
+from posbench.stats.glance import Glance, Number, Tone, first_short
 from posbench.stats.shape import SHAPES
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,
     CANNOT_TELL,
     FIXED,
-    NO_BIAS,
     NOT_FIXED,
 )
 from posbench.studies.bias_source import SOURCE_TABLES, BiasSource
 from posbench.studies.structure import Structure
+from posbench.tasks import Task
 
 JSON_FILE = "diagnosis.json"
 BADGE_FILE = "badge.svg"
-COLOURS = {
-    NO_BIAS: GOOD_COLOUR,
-    FIXED: GOOD_COLOUR,
-    BIAS: BAD_COLOUR,
-    NOT_FIXED: BAD_COLOUR,
-    CANNOT_DO: NEUTRAL_COLOUR,
-    CANNOT_TELL: NEUTRAL_COLOUR,
+COLOURS: Mapping[Tone, str] = {
+    "good": GOOD_COLOUR,
+    "bad": BAD_COLOUR,
+    "open": NEUTRAL_COLOUR,
 }
 CHARACTER_WIDTH = 6.6
 """Pixels of a character of the badge, on average."""
 LABEL = "position bias"
+MAX_PROMPT_CHARACTERS = 2000
+"""Characters of the prompt on the page; of a longer one the middle is left out."""
+PURPOSES = {
+    FIXED: "writes the fix as files that others load",
+    BIAS: "goes on from here",
+    NOT_FIXED: "goes on from here",
+    CANNOT_TELL: "asks what would tell",
+    CANNOT_DO: "asks something easier",
+}
+"""What the next command does, by verdict."""
 PILOT_LEVELS = {
     "in between": "its replies can show a position bias",
     "floor": "the model is at the floor",
@@ -65,7 +79,8 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
         The path of the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    data = _plain(diagnosis.as_data()) | {"command": command}
+    data = _plain(diagnosis.as_data())
+    data |= {"command": command, "sentence": glance(diagnosis).sentence}
     write_json(folder / JSON_FILE, data)
     write_text(folder / BADGE_FILE, badge(diagnosis.verdict))
     title = f"{diagnosis.model}, {diagnosis.task}: diagnosis"
@@ -73,7 +88,7 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
     return write_page(
         folder,
         title,
-        diagnosis.headline,
+        glance(diagnosis),
         sections,
         [diagnosis.model],
         provenance={"command": command, "seconds": dict(diagnosis.seconds)},
@@ -85,7 +100,7 @@ def badge(verdict: str) -> str:
     """Return a badge with the verdict, as SVG."""
     left = len(LABEL) * CHARACTER_WIDTH + 12
     right = len(verdict) * CHARACTER_WIDTH + 12
-    colour = COLOURS[verdict]
+    colour = COLOURS[TONES[verdict]]
     text = html.escape(verdict)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right:.0f}" height="20" role="img" '
@@ -99,8 +114,77 @@ def badge(verdict: str) -> str:
     )
 
 
+def glance(diagnosis: Diagnosis) -> Glance:
+    """The first look at a diagnosis: that of the run that its verdict rests on, where there is one."""
+    name = diagnosis.verdict
+    part = "held-back" if name in (FIXED, NOT_FIXED) else "shape"
+    looked = _look_at(diagnosis, part)
+    if looked is None or looked.word != name:
+        looked = _look_at(diagnosis, "shape")
+    numbers = looked.numbers if looked else ()
+    sentence = _verdict_sentence(diagnosis, looked)
+    if diagnosis.place and name in (BIAS, NOT_FIXED):
+        advice = diagnosis.place.partition(":")[0]
+        sentence = first_short(f"{sentence.removesuffix('.')}; {advice}.", sentence)
+    if not numbers and diagnosis.pilots and diagnosis.pilots[-1].average.n:
+        average = diagnosis.pilots[-1].average
+        numbers = (Number.of("right in the pilot", average, "%", ".1f", 100),)
+    step = diagnosis.next
+    return Glance(
+        name,
+        TONES[name],
+        sentence,
+        numbers,
+        step,
+        PURPOSES.get(name, "") if step.startswith("posbench ") else "",
+        diagnosis.headline,
+    )
+
+
+def _look_at(diagnosis: Diagnosis, part: str) -> Glance | None:
+    """The first look at the run of a part; None where the part was not made."""
+    folder = diagnosis.runs.get(part)
+    metrics = read_csv(Path(folder) / "metrics.csv") if folder else None
+    if metrics is None:
+        return None
+    return scores_glance(metrics.assign(model=diagnosis.model))
+
+
+def _verdict_sentence(diagnosis: Diagnosis, looked: Glance | None) -> str:
+    """The verdict of a diagnosis as a sentence.
+
+    Args:
+        diagnosis: The diagnosis.
+        looked: The first look at the run behind it; None without one.
+    """
+    model, task, name = diagnosis.model, diagnosis.task, diagnosis.verdict
+    if name == CANNOT_TELL and looked and diagnosis.needed_questions:
+        asked = diagnosis.shape.questions if diagnosis.shape else 0
+        return (
+            f"{asked} questions at each position do not tell whether {model} has a position bias; about "
+            f"{diagnosis.needed_questions:,} would."
+        )
+    if looked and looked.word == name:
+        return looked.sentence
+    if name == NOT_FIXED:
+        raced = sum(remedy.gain is not None for remedy in diagnosis.remedies)
+        return f"{model} has a position bias on {task}, and none of {raced} methods takes it away."
+    if name == CANNOT_DO and not diagnosis.pilots:
+        return f"{model} cannot do {task}: the right answer is no likelier after its own prompt than after another."
+    if name == CANNOT_DO:
+        share = 100 * diagnosis.pilots[-1].average.value
+        return (
+            f"{model} cannot do {task}: {share:.0f} % of the pilot's answers are right."
+        )
+    if diagnosis.pilots and diagnosis.pilots[-1].level == "missing answers":
+        return f"Too many replies of {model} are no answers, so nothing can be said."
+    return (
+        f"What was asked does not tell whether {model} has a position bias on {task}."
+    )
+
+
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis for a terminal, a line for each part that was made."""
+    """Return what a terminal prints before the verdict, a line for each part that was made."""
     result = [diagnosis.headline]
     if diagnosis.source:
         result.append(f"source: {diagnosis.source}")
@@ -115,16 +199,32 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     elif diagnosis.prompt_changes_note:
         result.append(f"prompt: changes not raced, {diagnosis.prompt_changes_note}")
     if diagnosis.winner:
-        gains = {remedy.name: remedy.gain for remedy in diagnosis.remedies}
-        gain = f", {_nats(gains[diagnosis.winner])}"
         result.append(
-            f"remedy: {diagnosis.winner}{gain}; on held-back questions: {diagnosis.held_back}"
+            f"remedy: {diagnosis.winner}, {_winner_gain(diagnosis)}; on held-back questions: {diagnosis.held_back}"
         )
     elif diagnosis.remedies_note:
         result.append(f"remedy: {diagnosis.remedies_note}")
     result.append(f"cost: {diagnosis.total}")
-    result.append(f"next: {diagnosis.next or 'nothing is left to do'}")
     return result
+
+
+def _winner_gain(diagnosis: Diagnosis) -> str:
+    """The gain of the winner of the race with its unit, and the methods whose gain lies within its interval."""
+    gains = {remedy.name: remedy.gain for remedy in diagnosis.remedies if remedy.gain}
+    best = gains.pop(diagnosis.winner, None)
+    if best is None:
+        return "gain unknown"
+    text = f"{_nats(best)} nats per answer token"
+    ties = [
+        f"{name} {gain.value:.3g}"
+        for name, gain in gains.items()
+        if gain.value >= best.ci_low and gain.n == best.n
+    ]
+    if ties:
+        text += (
+            f" (within the interval of {diagnosis.winner}, a tie: {', '.join(ties)})"
+        )
+    return text
 
 
 def _sections(diagnosis: Diagnosis, folder: Path) -> list[Section | None]:
@@ -136,6 +236,8 @@ def _sections(diagnosis: Diagnosis, folder: Path) -> list[Section | None]:
     """
     return [
         _shape_section(diagnosis, folder),
+        _score_section(diagnosis),
+        _task_section(diagnosis),
         _attention_section(diagnosis),
         _source_section(diagnosis),
         _structure_section(diagnosis),
@@ -145,7 +247,6 @@ def _sections(diagnosis: Diagnosis, folder: Path) -> list[Section | None]:
         _held_back_section(diagnosis, folder),
         _pilot_section(diagnosis),
         _cost_section(diagnosis),
-        Section("Next", block=diagnosis.next or "nothing is left to do"),
     ]
 
 
@@ -205,6 +306,44 @@ def _shape_section(diagnosis: Diagnosis, folder: Path) -> Section | None:
     )
     section = Section("Shape", text, ["contrast", "points", "questions"], rows)
     return _with_curve(section, diagnosis.runs["shape"], "shape", caption, folder)
+
+
+def _score_section(diagnosis: Diagnosis) -> Section | None:
+    """Scores at every gold position as a table."""
+    folder = diagnosis.runs.get("shape")
+    metrics = read_csv(Path(folder) / "metrics.csv") if folder else None
+    if metrics is None:
+        return None
+    text = f"{metric_name(metrics).capitalize()} in % with its 95 % interval; {describe_positions(metrics)}"
+    return Section(
+        "Score by position", f"{text.rstrip('; ')}.", *position_table(metrics)
+    )
+
+
+def _task_section(diagnosis: Diagnosis) -> Section | None:
+    """What was asked: the task in a sentence, and one prompt."""
+    folder = diagnosis.runs.get("shape") or diagnosis.runs.get("pilot")
+    if not folder:
+        return None
+    run = open_run_dir(Path(folder))
+    make_importable(run)
+    task, _ = resolve_target(run.config("task")["task"], Task, "task")  # type: ignore[type-abstract]
+    texts = [str((task.__doc__ or "").split("\n")[0])]
+    rows = run.rows_without_error(PREDICTIONS)
+    prompts = run.read_json("prompts.json").get("first", {})
+    first: Mapping[str, Any] = next(iter(prompts.values()), {})
+    prompt = str(first.get("text", ""))
+    answer = next(
+        (row["answers"] for row in rows if row["id"] == first.get("id")), None
+    )
+    if answer:
+        texts.append(
+            f"The answer to the prompt below is {' or '.join(map(str, answer))}."
+        )
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        half = MAX_PROMPT_CHARACTERS // 2
+        prompt = f"{prompt[:half]}\n[...]\n{prompt[-half:]}"
+    return Section("What was asked", " ".join(filter(None, texts)), block=prompt)
 
 
 def _attention_section(diagnosis: Diagnosis) -> Section | None:
@@ -281,7 +420,7 @@ def _prompt_section(diagnosis: Diagnosis) -> Section | None:
     text = (
         f"{_sentence(_prompt_verdict(changes))}. Accuracy over all gold positions, paired against the prompts as they "
         "are; the intervals hold for all changes together. Whether a change removes the bias, and not only raises the "
-        "average, is another question: the command under Next asks it where a change is to be used."
+        "average, is another question: the command at the head of this page asks it where a change is to be used."
     )
     rows = policy_rows(changes["policies"])
     return Section("Changes of the prompt", text, POLICY_HEADER, rows)
@@ -325,7 +464,7 @@ def _held_back_section(diagnosis: Diagnosis, folder: Path) -> Section | None:
     """Score of the winner on held-back questions."""
     if not diagnosis.held_back:
         return None
-    text = f"{diagnosis.winner}, the winner of the race: {diagnosis.held_back}."
+    text = f"{diagnosis.winner}, the winner of the race, {_winner_gain(diagnosis)}: {diagnosis.held_back}."
     caption = "Held-back questions, with and without the method; bands: 95 %."
     run = diagnosis.runs.get("held-back")
     section = Section("Held-back questions", text)

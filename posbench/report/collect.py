@@ -14,7 +14,7 @@ from posbench.files.parse import CORRECT_FILE, Objects, read_yaml
 from posbench.late import DataFrame, pd
 from posbench.report import tables
 from posbench.report.folder import CAPTIONS, read_csv, read_json, sweep_runs
-from posbench.report.page import describe_measurements
+from posbench.report.glance import describe_measurements
 from posbench.report.paper import (
     count_agreement,
     paper_cells,

@@ -22,6 +22,7 @@ from posbench.plots.section import Section
 from posbench.report.console import Record
 from posbench.report.curve import curve_of_methods
 from posbench.report.folder import need_destination, read_csv
+from posbench.report.glance import comparison_glance
 from posbench.report.index import cut_text, differing_settings, estimate_cell
 from posbench.report.page import run_links, write_page
 from posbench.report.summaries import RunSummary, read_config_as_run, read_summaries
@@ -510,7 +511,7 @@ def _write_page(
     return write_page(
         folder,
         title,
-        verdict(rows),
+        replace(comparison_glance(rows), details=verdict(rows)),
         [section],
         provenance={"command": f"posbench compare {' '.join(hashes)}"},
         runs=[run.run.path for run in runs],

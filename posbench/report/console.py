@@ -5,27 +5,42 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from posbench.run.heartbeat import sign_of_life
 
+if TYPE_CHECKING:
+    from posbench.stats.glance import Glance, Tone
+
 Record = Mapping[str, Any]
 """One row of a list, by column; a column with a mapping prints as ``key=value`` pairs."""
 
+TONE_STYLES: Mapping[Tone, str] = {"good": "green", "bad": "red", "open": "yellow"}
+"""Colours of verdicts."""
 WIDE_COLUMNS = 10_000
 WORD = re.compile(r"\S+")
 NAME_PART = re.compile(r"(?<=[A-Za-z][_/-])(?=[A-Za-z])")
 """Where a name such as ``kv_retrieval`` or a path may break, if there is no room for it in one line."""
 
 
-def make_console(width: int | None = None) -> Console:
-    """The terminal, without markup: paths and names such as ``[a/b]`` and ``:x:`` print verbatim."""
-    return _Terminal(markup=False, emoji=False, width=width)
+def make_console(width: int | None = None, is_error: bool = False) -> Console:
+    """The terminal, without markup: paths and names such as ``[a/b]`` and ``:x:`` print verbatim.
+
+    Args:
+        width: Characters of a line; None: those of the terminal.
+        is_error: Whether it is stderr.
+    """
+    return _Terminal(
+        markup=False, emoji=False, highlight=False, width=width, stderr=is_error
+    )
 
 
 def make_wide_console() -> Console:
@@ -40,9 +55,54 @@ class _Terminal(Console):
         raise BrokenPipeError
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Print, which is a sign of life."""
+        """Print, which is a sign of life; text is broken between words on a terminal, and not at all elsewhere."""
+        plain = [_plain_text(text) for text in objects]
+        if plain and None not in plain:
+            settings["soft_wrap"] = True
+            if self.is_terminal:
+                objects = tuple(wrap_words(text or "", self.width) for text in plain)
         super().print(*objects, **settings)
         sign_of_life()
+
+
+def _plain_text(printed: object) -> str | None:
+    """The text of a string, or of a text in one style; None for a table and all else."""
+    if isinstance(printed, Text) and not printed.spans and not printed.style:
+        return printed.plain
+    return printed if isinstance(printed, str) else None
+
+
+def wrap_words(text: str, width: int) -> str:
+    """Break a text into lines of at most ``width`` characters where it has spaces; a longer word stays whole."""
+    lines = []
+    for line in text.split("\n"):
+        lines += textwrap.wrap(
+            line,
+            width,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        ) or [""]
+    return "\n".join(lines)
+
+
+def show_glance(console: Console, glance: Glance) -> None:
+    """Print what the page of a result says first: the verdict with its numbers, its sentence, the next command."""
+    style = TONE_STYLES[glance.tone]
+    numbers = "; ".join(map(str, glance.numbers))
+    console.print(f"{glance.word}: {numbers}" if numbers else glance.word)
+    console.print(glance.sentence, style=style)
+    if glance.next:
+        purpose = f"  ({glance.purpose})" if glance.purpose else ""
+        console.print(f"next: {glance.next}{purpose}")
+
+
+def show_link(console: Console, label: str, page: Path) -> None:
+    """Print ``label: page``; on a terminal a click on the page opens it, elsewhere it is plain text."""
+    text = Text(f"{label}: ").append(str(page))
+    if console.file.isatty():
+        text.stylize(Style(link=page.absolute().as_uri()), len(label) + 2)
+    console.print(text, soft_wrap=True)
 
 
 def show_lists(

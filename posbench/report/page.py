@@ -26,18 +26,15 @@ from posbench.report.folder import (
     read_text,
     study_tables,
 )
+from posbench.report.glance import run_glance
 from posbench.report.paper import paper_sections, reference_text
 from posbench.report.template import render_html
 from posbench.report.text import (
-    MAX_LISTED,
-    count_verdicts,
     describe_costs,
     describe_method,
     describe_prompts,
     describe_stop,
-    headline,
     run_title,
-    study_answer,
 )
 from posbench.run.folder import (
     AUDIT,
@@ -52,7 +49,8 @@ from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.search.base import FOUND_FILE, Search
-from posbench.stats.frames import display_name, metric_name, rows_at_positions
+from posbench.stats.frames import metric_name, rows_at_positions
+from posbench.stats.glance import Glance
 from posbench.stats.verdict import FIXED, Verdict, run_verdict
 from posbench.studies.base import Study
 
@@ -61,11 +59,6 @@ VERDICT_RULE = (
     "contradicted where it stays below, and is else inconclusive; p is adjusted for the claims that were "
     "tested together."
 )
-TIME_PHRASES = {
-    "ratio": "takes {} times the time of",
-    "speedup": "is {} times as fast as",
-}
-"""How a column of measured times reads in a sentence."""
 PIXELS_PER_POINT = 132 / 72
 """Scale of figures on a page: all letters have one size, and the widest fills the page."""
 SIZE = re.compile(r'(width|height)="([\d.]+)pt"')
@@ -89,7 +82,7 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
     Raises:
         UserError: See :func:`read_run`.
     """
-    sentence, sections = read_run(folder)
+    glance, sections = read_run(folder)
     run = open_run_dir(folder)
     config = run.config()
     model = config.get("model")
@@ -106,7 +99,7 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
     return write_page(
         folder,
         run_title(config),
-        sentence,
+        glance,
         sections,
         [model_name],
         config=read_text(folder / "config.yaml"),
@@ -132,8 +125,8 @@ def _describe_course(status: Mapping[str, Any]) -> dict[str, str]:
     return described
 
 
-def read_run(folder: Path) -> tuple[str, list[Section]]:
-    """Return the result of a run in one sentence, and the sections of its page.
+def read_run(folder: Path) -> tuple[Glance, list[Section]]:
+    """Return the first look at a run, and the sections of its page.
 
     Args:
         folder: The run.
@@ -145,7 +138,6 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     need_files(folder, "a run folder (it holds config.yaml)", *names)
     metrics = read_csv(folder / "metrics.csv")
     subsets = read_csv(folder / "subsets.csv")
-    findings = read_csv(folder / "findings.csv")
     run = open_run_dir(folder)
     config = run.config()
     make_importable(run)
@@ -180,17 +172,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         text = _use_of_constants(run_verdict(metrics), typed)
         constants = read_text(folder / FOUND_FILE)
         sections.append(Section("Found constants", text, block=constants))
-    if metrics is not None:
-        delivery = open_run_dir(folder).facts(PROVENANCE).get("delivery")
-        return headline(metrics, delivery), sections
-    answer = (read_json(folder / "study.json") or {}).get("answer", "")
-    if answer:
-        counts = count_verdicts(findings) if findings is not None else ""
-        return f"{answer} {counts}".strip(), sections
-    if findings is not None:
-        return study_answer(findings), sections
-    # Neither scores nor claims: times, or the gain of a search.
-    return describe_measurements(folder) or headline(None), sections
+    return run_glance(folder), sections
 
 
 def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
@@ -207,48 +189,6 @@ def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
     if verdict.name == FIXED:
         return f"Paste into the model's YAML. Verdict of this run: {verdict}."
     return f"No fix, so nothing to paste. Verdict of this run: {verdict}."
-
-
-def describe_measurements(folder: Path) -> str:
-    """Say what a run without scores and claims measured: the gain of a search, the times of a study.
-
-    It is empty where the run has neither.
-    """
-    texts = []
-    gains = read_csv(folder / held_back.TABLE_FILE)
-    if gains is not None:
-        texts.append(held_back.summary_sentence(gains.iloc[0]))
-    study = read_json(folder / "study.json") or {}
-    times = list[str]()
-    for table in study_tables(folder, study.get("tables", ())).values():
-        for column, phrase in TIME_PHRASES.items():
-            times += _describe_times(table, column, phrase)
-    texts += times[:MAX_LISTED]
-    if len(times) > MAX_LISTED:
-        texts.append(f"{len(times) - MAX_LISTED} more")
-    return "; ".join(texts) + "." if texts else ""
-
-
-def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
-    """One text for each variant: its time over that of its baseline.
-
-    Args:
-        table: A table of a study; without the columns of measured times there is no
-            text.
-        column: Ratio of a variant's time to its baseline's, over rounds; `_min` and `_max` of it are columns, too.
-        phrase: Format of a sentence about the ratio, such as "takes {} times as long as".
-    """
-    needed = {"work", "way", "base", f"{column}_min", f"{column}_max"}
-    if not needed <= set(table):
-        return []
-    texts = []
-    for row in table[table["way"] != table["base"]].to_dict("records"):
-        verb = phrase.format(f"{row[column]:.2f}")
-        low = row[f"{column}_min"]
-        high = row[f"{column}_max"]
-        spread = f"{row['work']}; {low:.2f} to {high:.2f} over rounds"
-        texts.append(f"{row['way']} {verb} {display_name(row['base'])} ({spread})")
-    return texts
 
 
 def describe_audit(folder: Path) -> str:
@@ -360,7 +300,7 @@ def figure_size(svg: str) -> dict[str, int]:
 def write_page(
     folder: Path,
     title: str,
-    sentence: str,
+    glance: Glance,
     sections: Sequence[Section],
     models: Sequence[str] = (),
     *,
@@ -377,7 +317,7 @@ def write_page(
     Args:
         folder: Folder of a run or a sweep.
         title: Heading of the page.
-        sentence: The result, below the heading.
+        glance: The first look at the result, below the heading.
         sections: The parts of the page.
         models: Names to print on figures, next to n.
         config: Text of config.yaml.
@@ -416,7 +356,7 @@ def write_page(
             run_links(runs, shown),
             title=title,
             name=f"{shown.parent.name}/{shown.name}",
-            sentence=sentence,
+            glance=glance,
             sections=parts,
             config=config,
             prompts=prompts,

@@ -7,6 +7,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
+from posbench.report.console import show_glance, show_link
 from posbench.report.contrasts import judge_contrasts
 from posbench.report.curve import curve_of_sweep
 from posbench.report.folder import (
@@ -35,6 +37,7 @@ from posbench.report.folder import (
     read_json,
     sweep_runs,
 )
+from posbench.report.glance import TONES, findings_glance
 from posbench.report.page import (
     VERDICT_RULE,
     embedded_figure,
@@ -54,6 +57,7 @@ from posbench.run.folder import (
     open_undamaged,
     was_rescored,
 )
+from posbench.stats.bootstrap import Estimate
 from posbench.stats.frames import (
     UNMODIFIED,
     display_name,
@@ -61,8 +65,18 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
+from posbench.stats.glance import Glance, Number, Tone, first_short
 from posbench.stats.scores import METRIC_COLUMNS
 from posbench.stats.shape import shape_in_metrics
+from posbench.stats.verdict import (
+    BIAS,
+    CANNOT_DO,
+    CANNOT_TELL,
+    FIXED,
+    NO_BIAS,
+    NOT_FIXED,
+    run_verdict,
+)
 
 SWEEP_TABLE_NAMES = {
     "metrics": "summary",
@@ -198,10 +212,16 @@ def _show(folder: Path, console: Console, command: str) -> None:
         findings = read_csv(folder / "findings_summary.csv")
         if findings is None:
             return
+        glance = _verdicts_glance(findings)
+        console.print(glance.details)
         show_table(console, *verdict_table(_add_setting_to_model(findings)))
-        console.print(study_answer(findings))
     else:
-        header, rows, sentence = sweep_table(summary, swept_columns(summary))
+        glance = _scores_glance(folder, summary)
+        console.print(glance.details)
+        subsets = read_csv(folder / "subsets_summary.csv")
+        show_reference(folder, summary, subsets, console)
+        show_findings(folder, console)
+        header, rows, _ = sweep_table(summary, swept_columns(summary))
         # A terminal is narrow: runs and shapes are on the page.
         shown = [i for i, name in enumerate(header) if name not in ("run", "shape")]
         cells = [[row[i] for i in shown] for row in rows]
@@ -209,11 +229,9 @@ def _show(folder: Path, console: Console, command: str) -> None:
         console.print(
             "average over gold positions in %, difference in points, [95 % interval]"
         )
-        console.print(" ".join([sentence, *_job_notes(folder)]))
-        show_findings(folder, console)
-        subsets = read_csv(folder / "subsets_summary.csv")
-        show_reference(folder, summary, subsets, console)
-    console.print(f"sweep: {render_sweep(folder, command)}", soft_wrap=True)
+    page = render_sweep(folder, command)
+    show_glance(console, glance)
+    show_link(console, "sweep", page)
 
 
 def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
@@ -332,7 +350,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     if num_drawn < num_runs:
         drawn_note = f" {num_drawn} of {num_runs} runs are drawn."
 
-    header, rows, sentence = sweep_table(summary, axes)
+    header, rows, _ = sweep_table(summary, axes)
     figures = {"sweep": _score_figure(summary, axes, drawn_runs, drawn_note)}
     sections = [Section("Settings", "", header, rows, figures)]
     runs = sweep_runs(folder)
@@ -357,9 +375,6 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     elif findings is not None:
         text = VERDICT_RULE
         sections.append(Section("Claims", text, *tables.findings_table(findings)))
-    if findings is not None:
-        sentence = f"{sentence} {study_answer(findings)}"
-    sentence = " ".join([sentence, *_job_notes(folder)])
     sections += paper_sections(folder, summary, subsets)
     models = list(dict.fromkeys(summary["model"]))
     modified = plots.modified_of(summary)
@@ -372,13 +387,121 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     return write_page(
         folder,
         page_title,
-        sentence,
+        _scores_glance(folder, summary),
         sections,
         models,
         provenance={"command": command or RunDir(folder).command},
         formats=formats,
         runs=runs,
     )
+
+
+def _verdicts_glance(findings: pd.DataFrame) -> Glance:
+    """The first look at a sweep whose runs judged claims and scored nothing.
+
+    Args:
+        findings: Rows of findings_summary.csv.
+    """
+    glance = findings_glance(findings)
+    purpose = "puts the figures of all runs on one page"
+    return replace(glance, next="posbench report outputs", purpose=purpose)
+
+
+def _scores_glance(folder: Path, summary: pd.DataFrame) -> Glance:
+    """The first look at a sweep with scores: what becomes of the position bias, and of the average.
+
+    Args:
+        folder: The sweep.
+        summary: Its summary.csv.
+    """
+    axes = setting_columns(summary)
+    _, _, text = sweep_table(summary, axes)
+    findings = read_csv(folder / "findings.csv")
+    details = [text, *_job_notes(folder)]
+    if findings is not None:
+        details.insert(1, study_answer(findings))
+    settings, label = _read_settings(summary, axes)
+    scored = [s for s in settings if s.average and not s.lacks_answers]
+    if not scored:
+        sentence = "Nothing was scored in this sweep."
+        if any(setting.lacks_answers for setting in settings):
+            sentence = "Too many answers are missing in every setting to say anything."
+        return Glance(CANNOT_TELL, "open", sentence, details=" ".join(details))
+    verdicts = _verdicts(summary)
+    word, tone = _word(list(verdicts.values()))
+    best = max(scored, key=lambda setting: setting.average.value)
+    numbers = [_number("highest average", best, best.average, "%")]
+    averages = [100 * setting.average.value for setting in scored]
+    on_average = f"the average runs from {min(averages):.1f} to {max(averages):.1f} %"
+    count = f"{len(scored)} settings" if len(scored) > 1 else "1 setting"
+    sentences = [
+        f"Over {count} of {label}, {on_average}.",
+        f"Over {count}, {on_average}.",
+    ]
+    biased = [s for s in scored if s.bias and _has_value(s.bias)]
+    if biased:
+        least = min(biased, key=lambda setting: setting.bias.value)
+        most = max(biased, key=lambda setting: setting.bias.value)
+        numbers.insert(0, _number("least position bias", least, least.bias, "points"))
+        if least is not most:
+            numbers.insert(1, _number("most position bias", most, most.bias, "points"))
+        biases = (
+            f"the position bias runs from {100 * least.bias.value:z.1f} points ({least.name}) "
+            f"to {100 * most.bias.value:z.1f} ({most.name})"
+        )
+        sentences = [
+            f"Over {count} of {label}, {biases}, and {on_average}.",
+            f"Over {count} of {label}, {biases}.",
+            f"Over {count}, {biases}.",
+            *sentences,
+        ]
+    command = purpose = ""
+    if len(scored) > 1 and "run" in summary:
+        worst = min(scored, key=lambda setting: setting.average.value)
+        if worst is not best:
+            ends = (worst, best)
+            hashes = [setting.runs[0].rpartition("__")[2] for setting in ends]
+            command = f"posbench compare {' '.join(hashes)}"
+            purpose = "compares the lowest and the highest average, prompt by prompt"
+    return Glance(
+        word,
+        tone,
+        first_short(*sentences),
+        tuple(numbers),
+        command,
+        purpose,
+        details=" ".join(details),
+    )
+
+
+def _number(name: str, setting: _Setting, row: Any, unit: str) -> Number:
+    """A number of a sweep with the setting that it is of."""
+    estimate = Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
+    return Number.of(f"{name} ({setting.name})", estimate, unit, "z.1f", 100)
+
+
+def _verdicts(summary: pd.DataFrame) -> dict[str, str]:
+    """The verdict on the position bias of each run of a sweep, by run; without those that measured none."""
+    if "run" not in summary:
+        return {}
+    verdicts = {}
+    for run, rows in summary.groupby("run", sort=False):
+        verdict = run_verdict(rows)
+        if verdict:
+            verdicts[str(run)] = verdict.name
+    return verdicts
+
+
+def _word(verdicts: Sequence[str]) -> tuple[str, Tone]:
+    """Word and tone of a sweep: the verdict of all its runs, or the best one with the number of runs that have it."""
+    if not verdicts:
+        return "measured", "open"
+    order = (FIXED, NO_BIAS, BIAS, NOT_FIXED, CANNOT_TELL, CANNOT_DO)
+    word = min(verdicts, key=order.index)
+    count = verdicts.count(word)
+    if count == len(verdicts):
+        return word, TONES[word]
+    return f"{word} in {count} of {len(verdicts)}", TONES[word]
 
 
 def _job_notes(folder: Path) -> list[str]:
@@ -483,7 +606,7 @@ def _render_verdicts(folder: Path, command: str) -> Path:
     return write_page(
         folder,
         page_title,
-        study_answer(findings),
+        _verdicts_glance(findings),
         sections,
         provenance={"command": command or RunDir(folder).command},
         runs=folders,

@@ -61,9 +61,12 @@ def cell(row: Any, form: str, scale: float = 100) -> str:
 
 
 def finding_value(finding: Any) -> str:
-    """The value of a finding with its interval; empty where it has none."""
+    """The value of a finding with its interval, which may have no width; empty where it has none."""
     if pd.isna(finding.value):
         return ""
+    if finding.ci_low == finding.value == finding.ci_high:
+        value = with_interval(finding.value, math.nan, math.nan)
+        return f"{value} (the same in every resample)"
     return with_interval(finding.value, finding.ci_low, finding.ci_high)
 
 

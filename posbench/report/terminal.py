@@ -13,17 +13,16 @@ from rich.text import Text
 
 from posbench.late import pd
 from posbench.report import tables
-from posbench.report.console import fit_columns, line_length
+from posbench.report.console import fit_columns, line_length, show_glance, show_link
 from posbench.report.folder import PAPER_FILES, read_csv, read_json
+from posbench.report.glance import run_glance
 from posbench.report.text import (
-    count_verdicts,
     describe_costs,
     describe_method,
     describe_prompts,
     describe_stop,
-    headline,
 )
-from posbench.run.folder import METHOD_FILE, PROVENANCE, open_run_dir
+from posbench.run.folder import METHOD_FILE, open_run_dir
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
@@ -36,31 +35,46 @@ MAX_SUBSETS = 24
 
 
 def show_run(folder: Path, console: Console) -> None:
-    """Print the result of a run: tables, sentences, costs, and where the page is."""
+    """Print the result of a run: what is to be said in detail, then tables, and last the verdict and the page."""
+    glance = run_glance(folder)
     metrics = read_csv(folder / "metrics.csv")
     subsets = read_csv(folder / "subsets.csv")
+    if glance.details:
+        console.print(glance.details)
     if metrics is not None:
-        _show_scores(folder, metrics, subsets, console)
-    answer = (read_json(folder / "study.json") or {}).get("answer", "")
-    if answer:
-        console.print(answer, soft_wrap=True, markup=False, highlight=False)
-    show_findings(folder, console)
+        _show_method_and_prompts(folder, console)
     costs = describe_costs(open_run_dir(folder).status())
     if costs:
-        text = "; ".join(f"{name}: {cost}" for name, cost in costs.items())
-        console.print(text, soft_wrap=True)
-    page = folder / "report.html"
-    location = f"report: {page}" if page.is_file() else f"run: {folder}"
-    console.print(location, soft_wrap=True)
+        console.print("; ".join(f"{name}: {cost}" for name, cost in costs.items()))
+    if metrics is not None:
+        show_reference(folder, metrics, subsets, console)
+        _show_scores(folder, metrics, subsets, console)
+    show_findings(folder, console)
     gains = read_csv(folder / held_back.TABLE_FILE)
     if gains is not None and held_back.shows_no_gain(gains.iloc[0]):
-        console.print(held_back.summary_line(gains.iloc[0]), soft_wrap=True)
+        console.print(held_back.summary_line(gains.iloc[0]))
+    page = folder / "report.html"
+    show_glance(console, glance)
+    if page.is_file():
+        show_link(console, "report", page)
+    else:
+        show_link(console, "run", folder)
+
+
+def _show_method_and_prompts(folder: Path, console: Console) -> None:
+    """Print the method of a run as it was applied, and what there is to say on its prompts."""
+    method = read_json(folder / METHOD_FILE) or {}
+    if len(method) > 1:
+        console.print(f"as applied: {describe_method(method)}")
+    prompts_text = describe_prompts(folder)
+    if prompts_text:
+        console.print(prompts_text)
 
 
 def _show_scores(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print the scores of a run, its method and prompts, and the paper's numbers beside its own.
+    """Print the tables of a run's scores, that by gold position last.
 
     Args:
         folder: The run.
@@ -68,23 +82,14 @@ def _show_scores(
         subsets: Its subsets.csv; None if prompts have no subsets.
         console: Where to print.
     """
-    note = describe_stop(open_run_dir(folder).status())
-    console.print(summary_table(metrics, console.width, note))
     if subsets is not None:
         kind = "average" if subsets["subset"].nunique() > MAX_SUBSETS else ""
         show_table(console, *tables.subset_table(subsets, kind))
     other_scores = tables.other_scores(metrics)
     if len(other_scores):
         show_table(console, *tables.subset_table(other_scores, task_metric=""))
-    delivery = open_run_dir(folder).facts(PROVENANCE).get("delivery")
-    console.print(headline(metrics, delivery))
-    method = read_json(folder / METHOD_FILE) or {}
-    if len(method) > 1:
-        console.print(f"as applied: {describe_method(method)}")
-    prompts_text = describe_prompts(folder)
-    if prompts_text:
-        console.print(prompts_text)
-    show_reference(folder, metrics, subsets, console)
+    note = describe_stop(open_run_dir(folder).status())
+    console.print(summary_table(metrics, console.width, note))
 
 
 def summary_table(metrics: pd.DataFrame, width: int = 80, note: str = "") -> Table:
@@ -127,7 +132,6 @@ def show_findings(folder: Path, console: Console) -> None:
         for verdict, claim, value, statistic, p, *_ in cells
     ]
     show_table(console, header, rows)
-    console.print(count_verdicts(findings))
 
 
 def show_reference(

@@ -273,10 +273,19 @@ def inert_note(name: str, changed: float, difference: Estimate) -> str:
 def _describe_bounds(low: float, high: float) -> str:
     """Describe in words the range between two bounds, one of which may be infinite."""
     if math.isinf(high):
-        return f"above {low:.3g}"
+        return f"above {_describe_bound(low)}"
     if math.isinf(low):
-        return f"below {high:.3g}"
-    return f"between {low:.3g} and {high:.3g}"
+        return f"below {_describe_bound(high)}"
+    return f"between {_describe_bound(low)} and {_describe_bound(high)}"
+
+
+def _describe_bound(bound: float) -> str:
+    """A bound in three digits; one that few would read, such as 0.0000058, with what it is."""
+    text = f"{bound:.3g}"
+    if "e-" not in text:
+        return text
+    decimals = 2 - math.floor(math.log10(abs(bound)))
+    return f"{bound:.{decimals}f}, the smallest effect worth naming"
 
 
 def p_value(

@@ -14,6 +14,7 @@ from posbench.model.encode import Encoder
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses, StudyWorkload
 from posbench.stats.findings import Finding
+from posbench.stats.glance import Glance
 from posbench.tasks import Example, Task
 
 if TYPE_CHECKING:
@@ -89,9 +90,12 @@ class Study(ABC):
         """Verdicts on the paper's claims, from the tables."""
         return ()
 
-    def answer(self, tables: Tables) -> str:
-        """The result in sentences, from the tables; empty: how the claims fared says it."""
-        return ""
+    def glance(self, tables: Tables) -> Glance | None:
+        """The first look at the result, from the tables; None: how the claims fared says it.
+
+        Its next command is without model and task, which are added.
+        """
+        return None
 
     def sections(self, tables: Tables, figures: Drawn) -> Sequence[Section]:
         """Parts of the page that come before the claims, from the tables.

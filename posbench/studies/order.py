@@ -28,6 +28,7 @@ from posbench.run.replies import scored_replies
 from posbench.run.stop import ReadRows, StopRule, StopRules
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
+from posbench.stats.glance import Glance, Number
 from posbench.stats.outcomes import describe_kinds, is_scorable
 from posbench.stats.policies import (
     CANNOT_TELL,
@@ -378,6 +379,30 @@ class OrderStudy(Study):
         seconds = max(watch.total - began, 1e-9)
         affordable = RACE_SHARE * run.deadline.seconds / 4 / seconds
         return max(min(int(affordable), self.round_questions), 1)
+
+    def glance(self, tables: Tables) -> Glance | None:
+        """See :meth:`Study.glance`: the policy with the largest gain; whether to use it is in ``order.json``."""
+        policies = tables["policies"]
+        others = policies[policies["name"] != AS_RETRIEVED].dropna(subset="difference")
+        if others.empty:
+            return None
+        best = others.loc[others["difference"].idxmax()]
+        gain = bootstrap.Estimate(
+            best["difference"],
+            best["difference_low"],
+            best["difference_high"],
+            int(best["n"]),
+        )
+        numbers = (
+            Number.of(str(best["name"]), gain, "points", "+.1f"),
+            Number("policies", str(len(others)), "besides the order as retrieved"),
+            Number("asked", str(gain.n), "questions"),
+        )
+        if gain.ci_low > 0:
+            sentence = f"{best['name']} answers {gain.value:.1f} points more than the prompts as they were retrieved."
+            return Glance("gains", "good", sentence, numbers)
+        sentence = f"No policy surely answers more than the prompts as retrieved; the best is {best['name']}."
+        return Glance("no sure gain", "open", sentence, numbers)
 
     def figures(self, tables: Tables) -> Drawn:
         """Accuracy over tokens of all policies, and over the rank of the gold document."""

@@ -27,6 +27,7 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.glance import Glance, Number
 from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import MARGIN, Scores
 from posbench.stats.position_bias import position_bias, position_curves
@@ -247,22 +248,37 @@ class Remedies(TimingStudy):
         claim = "a remedy raises the average"
         return [Finding.above(claim, statistic, points, 0.0).control()]
 
-    def answer(self, tables: Tables) -> str:
-        """See :meth:`Study.answer`."""
+    def glance(self, tables: Tables) -> Glance | None:
+        """See :meth:`Study.glance`."""
         raced = _raced(tables["remedies"])
         if raced.empty:
-            return ""
+            return None
         best = best_remedy(raced)
         change = with_interval(
             best["difference"], best["difference_low"], best["difference_high"], "+.1f"
         )
-        what = (
-            f"{change} points at {best['time']:.1f} times the time, n = {best['n']:.0f}"
+        numbers = (
+            Number("change of the average", change, "points"),
+            Number("time", f"{best['time']:.1f}", "times the unmodified model's"),
+            Number("asked", f"{best['n']:.0f}", "questions"),
         )
-        others = f"{len(raced)} remedies, the interval holds for all together"
+        name = best["method"]
+        ties = _ties(raced, best)
+        others = f"{len(ties)} others" if len(ties) > 1 else "".join(ties)
+        tie = f"; within its interval: {others}" if ties else ""
+        details = f"{len(raced)} remedies were asked, and the interval holds for all together."
+        if ties:
+            details += f" Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
+        effect = f"{best['difference']:+.1f} points on average at {best['time']:.1f} times the time"
         if best["verdict"] == HELPS:
-            return f"Try {best['method']} first: {what} ({others})."
-        return f"No remedy raises the average for sure; the best is {best['method']}, {what} ({others})."
+            sentence = f"Try {name} first: {effect}{tie}."
+            step = f"posbench method={name}"
+            purpose = "measures what it leaves of the position bias"
+            return Glance(HELPS, "good", sentence, numbers, step, purpose, details)
+        sentence = (
+            f"No remedy raises the average for sure; the best is {name}, {effect}."
+        )
+        return Glance("none helps for sure", "bad", sentence, numbers, details=details)
 
     def sections(self, tables: Tables, figures: Drawn) -> list[Section]:
         """See :meth:`Study.sections`: the remedies, the best first, and those left out with the reason."""
@@ -317,6 +333,14 @@ def best_remedy(raced: pd.DataFrame) -> Row:
     ]
     best: Row = alike.sort_values("time", kind="stable").iloc[0].to_dict()
     return best
+
+
+def _ties(raced: pd.DataFrame, best: Row) -> list[str]:
+    """Names of the other remedies whose difference lies in the interval of the best one, the largest first."""
+    others = raced[raced["method"] != best["method"]]
+    ties = others[others["difference"] >= best["difference_low"]]
+    names = ties.sort_values("difference", ascending=False, kind="stable")["method"]
+    return [str(name) for name in names]
 
 
 def _cells(row: Row) -> list[str]:

@@ -32,10 +32,12 @@ from posbench.stats.findings import (
     SMALLEST_POINTS,
     SMALLEST_SHARE,
     Finding,
+    correct_findings,
     estimate,
     estimate_row,
     join_findings,
 )
+from posbench.stats.glance import Glance, Number, Tone, sentence_case
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts
@@ -216,6 +218,25 @@ class Structure(Study):
         nearer = Finding.above(*RESIDUAL, effects["nearer_to_gradient"], SMALLEST_SHARE)
         cause = _cause_finding(effects, direction, tables["structure_scores"])
         return [direction, nearer, cause]
+
+    def glance(self, tables: Tables) -> Glance:
+        """See :meth:`Study.glance`: whether structure alone predicts the bias, and whether it may be its cause."""
+        findings = correct_findings(self.findings(tables))
+        direction, _, cause = findings
+        word, tone, sentence = _conclusion(direction.verdict, cause.verdict)
+        rows = tables["structure_effects"].to_dict("records")
+        effects = {row["effect"]: estimate(row) for row in rows}
+        names = {
+            "direction": "score where predicted best, minus worst",
+            "lead": "lead in score",
+            "lead_behind_text": "lead behind text",
+        }
+        numbers = tuple(
+            Number.of(name, effects[effect], "points", "+z.1f", 100)
+            for effect, name in names.items()
+        )
+        details = sentence_case(cause.note) if cause.note else ""
+        return Glance(word, tone, sentence, numbers, details=details)
 
 
 # Neutral text
@@ -552,6 +573,30 @@ def _cause_finding(
     conclusion = conclusions.get((direction.verdict, moved.verdict), "")
     notes = "; ".join(filter(None, [conclusion, moved.note]))
     return replace(cause, kind="source", note=notes)
+
+
+def _conclusion(direction: str, cause: str) -> tuple[str, Tone, str]:
+    """Word, tone and sentence for the verdicts on the direction of the bias and on its cause."""
+    if direction == "holds" and cause == "holds":
+        sentence = (
+            "Structure alone predicts which end is answered better, and neutral text in front lowers the prediction "
+            "and the lead in score."
+        )
+        return "structural in part", "good", sentence
+    if direction == "holds" and cause == "contradicted":
+        sentence = (
+            "Structure alone predicts which end is answered better, but the lead in score stays where the prediction "
+            "falls."
+        )
+        return "not the cause", "bad", sentence
+    if direction == "holds":
+        sentence = "Structure alone predicts which end is answered better; whether it is the cause cannot be told."
+        return "right direction", "open", sentence
+    if direction == "contradicted":
+        sentence = "The position that structure alone favours is answered worse than the one it disfavours."
+        return "wrong direction", "bad", sentence
+    sentence = "Whether the position that structure alone favours is answered better cannot be told."
+    return "cannot tell", "open", sentence
 
 
 # Figure

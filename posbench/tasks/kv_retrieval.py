@@ -56,7 +56,7 @@ QUESTIONS = {"official": 'Key: "{key}"', "compact": 'The value of key "{key}"'}
 
 @dataclass(frozen=True, kw_only=True)
 class KVRetrieval(GoldPositionTask):
-    """Key-value retrieval over gold positions.
+    """Find the value of a key in a list of key-value pairs, where the asked pair stands at one place after another.
 
     Args:
         pairs, calibration_pairs: Pairs per prompt, and per calibration prompt.

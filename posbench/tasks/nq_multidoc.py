@@ -80,7 +80,7 @@ def render(
 
 @dataclass(frozen=True, kw_only=True)
 class NQMultiDoc(GoldPositionTask):
-    """Multi-document question answering over gold positions.
+    """Answer a question from several documents, where the one with the answer stands at one place after another.
 
     Args:
         path: A file of the benchmark (``*.jsonl`` or ``*.jsonl.gz``), whatever its gold position and with at

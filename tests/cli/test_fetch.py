@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -200,6 +201,10 @@ def test_what_was_fetched_runs_without_a_network(
     assert result.status == 0 and sorted(hub.downloads) == sorted(
         p.name for p in checkpoint.iterdir()
     )
+    # Where it is, and what to do with it.
+    (place,) = re.findall("^model: (.*)$", result.out, re.MULTILINE)
+    assert (Path(place) / "config.json").is_file()
+    assert f"next: posbench diagnose {' '.join(FETCH[1:])} " in result.out
     request.getfixturevalue("no_network")
     hub.error = AssertionError("the hub was asked")
     config = [

@@ -48,8 +48,7 @@ def diagnose(
     """The verb in this process on the server, and what its JSON file says."""
 
     def call(*args: str) -> tuple[Result, dict[str, Any]]:
-        address = f"model.base_url={server.url}"
-        result = posbench("diagnose", address, *TASK, *args)
+        result = posbench("diagnose", server.url, *TASK, *args)
         files = sorted(outputs.glob("diagnose/*/diagnosis.json"))
         return result, json.loads(files[-1].read_text()) if files else {}
 
@@ -66,15 +65,23 @@ def reader(right: Callable[[int], bool]) -> Callable[[str], str]:
 
 
 def test_a_planted_primacy_is_found_and_nothing_is_said_of_the_inside(
-    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]],
+    server: Server,
+    outputs: Path,
 ) -> None:
     server.answer = reader(lambda position: position == 0)
     result, found = diagnose()
     assert result.status == 0, result.err
     assert (found["verdict"], found["shape"]["name"]) == ("bias", "primacy")
     assert found["source"] is None and not found["remedies"]
-    assert found["next"] == "posbench diagnose model=DIR_OR_HUB_ID"
+    # What someone with an address alone can do: no checkpoint to look into.
+    assert "DIR" not in found["next"] and "model=" not in found["next"]
     assert found["model"] == "fake"
+    (page,) = outputs.glob("diagnose/*/report.html")
+    words = " ".join(re.sub("<[^>]*>", " ", page.read_text()).split())
+    for text in ("Find the value of a key", "Score by position", "What was asked"):
+        assert text in words
+    assert "is &#34;" in words, "a prompt is shown"
     # All positions of each question, and no more questions than tell the shape.
     assert found["shape"]["questions"] < 100
     assert_line_names(result.out, "requests", "tokens", "price unknown")

@@ -163,7 +163,7 @@ def test_unfinished_run_says_so(tmp_path):
 
 def test_model_named_null_and_method_none_survive_the_csv(tmp_path):
     folder = folder_with(tmp_path, metrics=metrics(model="null"))
-    assert read_run(folder)[0].startswith("The unmodified model answers")
+    assert read_run(folder)[0].details.startswith("The unmodified model answers")
 
 
 @pytest.mark.parametrize("render", [render_run, render_sweep])

@@ -101,12 +101,17 @@ def test_a_gain_belongs_to_what_was_found_whatever_is_typed(
     )
 
 
+def gain_line(out: str) -> str:
+    """The line before the last four: verdict, its sentence, the next command, the page."""
+    return out.rstrip().splitlines()[-5]
+
+
 def test_no_gain_is_said_last_and_nothing_is_to_paste(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
     neutral = [*CHANNEL, "search.factors=[1.0]"]
     result = posbench(*neutral)
-    line = result.out.rstrip().splitlines()[-1]
+    line = gain_line(result.out)
     assert result.status == 0 and "paste" not in result.out
     assert_names(line, "search", "nothing", "loss", "24 held-back prompts", "gain")
     table = pd.read_csv(only(outputs) / held_back.TABLE_FILE)
@@ -116,9 +121,10 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(
     (section,) = held_back.sections(table)
     assert section.text.lower().startswith(line)
     again = posbench(*neutral)
-    assert again.out.rstrip().splitlines()[-1] == line, "of a finished run, too"
+    assert gain_line(again.out) == line, "of a finished run, too"
+    assert "no gain: gain " in again.out.splitlines()[-4]
     later = posbench(*neutral, "stages=[search,evaluate]")
-    assert later.status == 0 and later.out.rstrip().splitlines()[-1] == line
+    assert later.status == 0 and gain_line(later.out) == line
     assert_names(later.out, "stages", "follow", "found")
 
 
@@ -136,7 +142,7 @@ def test_a_search_that_keeps_the_unmodified_model_gains_exactly_nothing(
     table = pd.read_csv(only(outputs) / held_back.TABLE_FILE)
     assert table.loc[0, ["gain", "ci_low", "ci_high"]].tolist() == [0, 0, 0]
     assert table["found"][0] == table["unmodified"][0] > 0
-    line = result.out.rstrip().splitlines()[-1]
+    line = gain_line(result.out)
     assert_names(line, "gains nothing", "changes nothing", "18 held-back prompts")
 
 

@@ -47,7 +47,14 @@ NOTHING = (0.0, 0.0, 0.0, 0.0, 0.0)
 def verdict_of(
     questions: int, seed: int = 0, *, cut: str = "", **shares: tuple[float, ...]
 ) -> Any:
-    """The verdict on a run in which each method answers so large a share at each position.
+    """The verdict on a run in which each method answers so large a share at each position."""
+    return run_verdict(simulated_metrics(questions, seed, cut=cut, **shares))
+
+
+def simulated_metrics(
+    questions: int, seed: int = 0, *, cut: str = "", **shares: tuple[float, ...]
+) -> pd.DataFrame:
+    """The metrics.csv of a run in which each method answers so large a share at each position.
 
     One draw decides about a question at a position for all methods, as the same model is asked. All wrong replies under
     the method ``cut`` ended before an answer.
@@ -79,8 +86,7 @@ def verdict_of(
     )
     # As it is read back from metrics.csv.
     table = tabulator.metrics(rows).to_csv(index=False)
-    frame = pd.read_csv(StringIO(table), keep_default_na=False, na_values=[""])
-    return run_verdict(frame)
+    return pd.read_csv(StringIO(table), keep_default_na=False, na_values=[""])
 
 
 @pytest.mark.parametrize(

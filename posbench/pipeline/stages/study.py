@@ -35,7 +35,4 @@ def run(config: Config, run: Run) -> None:
         model = run.model.name if study.needs_model else ""
         write_csv(run.out.path / "findings.csv", findings_table(findings, model))
     facts = {"study": config.study_name, "tables": list(tables)}
-    answer = study.answer(written)
-    if answer:
-        facts["answer"] = answer
     run.out.write_json("study.json", facts)

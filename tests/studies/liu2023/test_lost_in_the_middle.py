@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from liu2023.lost_in_the_middle import (
     VERDICT_COLUMNS,
     judge_claims,
 )
+from posbench.report.glance import run_glance
 from posbench.stats.bootstrap import Estimate, detectable
 from posbench.stats.verdict import run_verdict
 from posbench.studies.probes import question_alone, with_documents
@@ -267,10 +269,11 @@ def test_the_page_says_first_what_was_found_and_what_was_left_out(
     served: dict[str, Any],
 ) -> None:
     page = (served["folder"] / "report.html").read_text()
-    answer = json.loads((served["folder"] / "study.json").read_text())["answer"]
+    answer = run_glance(served["folder"]).text
     assert_names(answer, "10 documents", "bias", "middle drop", "30 documents")
     assert_names(answer, "Left out", "task.documents=20")
     assert "10 documents (0.14 % of the window)" in answer
+    assert run_glance(served["folder"]).sentence in html.unescape(page)
     assert page.index("Left out") < page.index("<table") < page.index("Liu et al. 2023")
     assert (served["folder"] / "figures" / "positions.svg").is_file()
     verdicts = {row["claim"]: row for row in table_of(served["folder"], "findings")}
@@ -360,7 +363,7 @@ def test_a_heading_in_front_of_the_answer_fails_one_reading_alone(
     }
     assert values["10 documents", "all", "first line"] == 0
     assert values["10 documents", "all", "whole reply"] > 0.85
-    answer = json.loads((folder / "study.json").read_text())["answer"]
+    answer = run_glance(folder).text
     assert "By the whole reply, 10 documents" in answer
     # What nobody can read off zeros is not judged.
     findings = table_of(folder, "findings")
@@ -476,7 +479,7 @@ def test_where_none_fits_there_are_as_many_as_fit(
 ) -> None:
     result = posbench(*KV, *ON_TINY, "task.limit=1", "study.items=[40]")
     assert result.status == 0, result.err
-    answer = json.loads((only_folder(outputs) / "study.json").read_text())["answer"]
+    answer = run_glance(only_folder(outputs)).text
     assert "1 question: too few" in answer
     settings = [row["setting"] for row in table_of(only_folder(outputs), "verdicts")]
     assert settings == ["20 pairs", "40 pairs"]

@@ -1,0 +1,656 @@
+"""The first look at a run or a sweep, from its files: what page, terminal and gallery say first."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posbench.late import pd
+from posbench.methods.choice import MethodChoice
+from posbench.model.load import is_in_process
+from posbench.report.folder import read_csv, read_json, study_tables
+from posbench.report.tables import has_missing_note, missing_notes, unmeasurable_bias
+from posbench.report.text import (
+    CITATION,
+    MAX_LISTED,
+    count_verdicts,
+    headline,
+    main_claims,
+    study_answer,
+    tally_verdicts,
+)
+from posbench.run.folder import PROVENANCE, RunDir, open_run_dir
+from posbench.run.own_code import make_importable
+from posbench.run.runtime import Runtime
+from posbench.schema import instantiate
+from posbench.search import held_back
+from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import FINDING_VERDICTS, estimate_columns
+from posbench.stats.frames import (
+    SERVED,
+    UNMODIFIED,
+    display_name,
+    rows_at_positions,
+    rows_over_all_positions,
+)
+from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
+from posbench.stats.shape import NEGLIGIBLE_CONTRAST, SHAPES, SIDES, shape_in_metrics
+from posbench.stats.verdict import (
+    BIAS,
+    CANNOT_DO,
+    CANNOT_TELL,
+    FIXED,
+    NO_BIAS,
+    NOT_FIXED,
+    Verdict,
+    run_verdict,
+)
+from posbench.studies.base import Study
+
+TONES: Mapping[str, Tone] = {
+    NO_BIAS: "good",
+    FIXED: "good",
+    BIAS: "bad",
+    NOT_FIXED: "bad",
+    CANNOT_DO: "open",
+    CANNOT_TELL: "open",
+}
+"""Tone of each verdict on a position bias."""
+KINDS = {
+    "paper": "of the paper",
+    "control": "that serve as controls",
+    "source": "on the source of the bias",
+}
+"""Whose claims a study judges, by the kind of finding."""
+TIME_PHRASES = {
+    "ratio": ("takes {} times the time of", "times the time"),
+    "speedup": ("is {} times as fast as", "times the speed"),
+}
+"""How a column of measured times reads in a sentence, and its unit."""
+NOTHING = Glance("nothing scored", "open", "Nothing was scored in this run.")
+
+
+def run_glance(folder: Path) -> Glance:
+    """Return the first look at a run, from its files.
+
+    Args:
+        folder: The run.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    run = open_run_dir(folder)
+    config = run.config()
+    metrics = read_csv(folder / "metrics.csv")
+    if metrics is not None:
+        delivery = run.facts(PROVENANCE).get("delivery")
+        glance = scores_glance(metrics, delivery)
+        command, purpose = _step_after_scores(run, config, glance.word)
+        return _with_step(glance, command, purpose)
+    findings = read_csv(folder / "findings.csv")
+    facts = read_json(folder / "study.json") or {}
+    found = None
+    if facts and config.get("study"):
+        make_importable(run)
+        study: Study = instantiate(config["study"], Study, "study")  # type: ignore[type-abstract]
+        found = study.glance(study_tables(folder, facts["tables"]))
+    if found:
+        counts = count_verdicts(findings) if findings is not None else ""
+        found = replace(found, details=f"{found.details} {counts}".strip())
+    elif findings is not None:
+        found = findings_glance(findings)
+    else:
+        found = measured_glance(folder)
+    if found.next:
+        command = " ".join([found.next, *_subject(run, config)])
+        return _with_step(found, command, found.purpose)
+    if "search" in (config.get("stages") or ()) and not facts:
+        command = f"posbench method=from:{_name(run, config)}"
+        words = [command, *_subject(run, config)]
+        return _with_step(found, " ".join(words), "evaluates what the search found")
+    if facts:
+        command = f"posbench report {_name(run, config)} --format pdf"
+        return _with_step(found, command, "draws the figures as PDF, too")
+    return found
+
+
+# Scores
+
+
+def scores_glance(
+    metrics: pd.DataFrame | None, delivery: Mapping[str, Any] | None = None
+) -> Glance:
+    """Return the first look at the scores of a run, without a next step.
+
+    Args:
+        metrics: Rows of metrics.csv; None when nothing was scored.
+        delivery: ``delivery`` of the provenance, where a server was asked.
+    """
+    if metrics is None or rows_over_all_positions(metrics).empty:
+        return NOTHING
+    methods = list(dict.fromkeys(metrics["method"]))
+    base = SERVED if SERVED in methods else UNMODIFIED
+    others = [method for method in methods if method != base]
+    method = others[-1] if others else ""
+    model = str(metrics["model"].iloc[0])
+    verdict = run_verdict(metrics)
+    details = headline(metrics, delivery)
+    numbers = _score_numbers(metrics, base, method, verdict)
+    if verdict is None:
+        word, tone, sentence = _average_verdict(metrics, base, method, model)
+        return Glance(word, tone, sentence, numbers, details=details)
+    sentence = _bias_sentence(metrics, verdict, base, method, model)
+    # A server that shortens prompts gives any model a bias.
+    if verdict.name == BIAS and delivery and delivery.get("unchecked"):
+        text = f"{model}, or else its server, has a position bias"
+        clause = SHAPES.get(shape_in_metrics(metrics, base), "")
+        sentence = first_short(f"{text}: {clause}.", f"{text}.")
+    return Glance(verdict.name, TONES[verdict.name], sentence, numbers, details=details)
+
+
+def _score_numbers(
+    metrics: pd.DataFrame, base: str, method: str, verdict: Verdict | None
+) -> tuple[Number, ...]:
+    """The numbers behind a run's verdict: position bias before and after with the change of the average, or one curve.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        base: Name of the unmodified model in them.
+        method: The method; empty without one.
+        verdict: The verdict; None where no position bias was measured.
+    """
+    scores = metrics[~metrics["method"].isin([*missing_notes(metrics)])]
+    numbers = []
+    is_compared = bool(method) and base in set(metrics["method"])
+    subjects = [base, method] if is_compared else [method or base]
+    names = [f"position bias, {display_name(subjects[0])}", f"with {method}"]
+    for subject, name in zip(subjects, names, strict=False):
+        bias = _estimate(scores, subject, "position_bias")
+        if bias:
+            numbers.append(Number.of(name, bias, "points", "z.1f", 100))
+    change = _estimate(scores, method, "difference") if is_compared else None
+    if verdict is None or not is_compared:
+        for subject in subjects:
+            average = _estimate(scores, subject)
+            name = "average" if len(subjects) == 1 else f"{display_name(subject)}"
+            if average:
+                numbers.append(Number.of(name, average, "%", "z.1f", 100))
+    if change:
+        name = "change of the average"
+        numbers.append(Number.of(name, change, "points", "+z.1f", 100))
+    elif verdict is not None:
+        numbers += _worst_position(scores, subjects[-1])
+    return tuple(numbers[:3])
+
+
+def _worst_position(metrics: pd.DataFrame, method: str) -> list[Number]:
+    """The lowest score at a gold position as the only number of a list, which is empty without such scores."""
+    rows = rows_at_positions(metrics)
+    rows = rows[rows["method"] == method].dropna(subset="value")
+    if rows.empty:
+        return []
+    row = rows.loc[rows["value"].idxmin()]
+    name = f"lowest, at {round(100 * row['depth'], 1):g} % of the items"
+    return [Number.of(name, _as_estimate(row), "%", "z.1f", 100)]
+
+
+def _bias_sentence(
+    metrics: pd.DataFrame, verdict: Verdict, base: str, method: str, model: str
+) -> str:
+    """The verdict on a run's position bias as a sentence.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        verdict: The verdict.
+        base: Name of the unmodified model in them.
+        method: The method; empty without one.
+        model: Name of the model.
+    """
+    if verdict.name == CANNOT_TELL:
+        return _doubt(metrics, base, method, model)
+    if verdict.name == CANNOT_DO:
+        return (
+            f"{model} cannot do this task: no score is reliably above a guess, "
+            "so a position bias could not show."
+        )
+    if verdict.name == NO_BIAS:
+        points = f"{100 * NEGLIGIBLE_CONTRAST:g} points"
+        return f"No gold position of {model} differs from the others by more than {points}."
+    if verdict.name == BIAS:
+        shape = shape_in_metrics(metrics, base)
+        text = f"{model} has a position bias"
+        if shape not in SIDES:
+            return f"{text} that favours no part of the prompt as a whole."
+        return f"{text}: {SHAPES[shape]}."
+    change = _estimate(metrics, method, "difference")
+    before = _points(_estimate(metrics, base, "position_bias"))
+    after = _points(_estimate(metrics, method, "position_bias"))
+    if verdict.name == NOT_FIXED:
+        if change and change.ci_high < 0 and "lowers the average" in verdict.reason:
+            fall = _points(Estimate(-change.value, *change[1:]))
+            return f"{method} is no fix: it lowers the average of {model} by {fall} points."
+        return (
+            f"{method} removes less than half of the position bias of {model}: "
+            f"{before} points before, {after} after."
+        )
+    if not after:
+        return f"{method} removes the position bias of {model}: nearly all its answers are right."
+    text = (
+        f"{method} lowers the position bias of {model} from {before} to {after} points"
+    )
+    averages = [_estimate(metrics, name) for name in (base, method)]
+    shares = [f"{100 * a.value:z.1f} %" for a in averages if a]
+    if len(shares) < 2:
+        return f"{text}."
+    return f"{text}; the average goes from {shares[0]} to {shares[1]}."
+
+
+def _doubt(metrics: pd.DataFrame, base: str, method: str, model: str) -> str:
+    """Say in a sentence why there is no verdict on a run's position bias; arguments as of :func:`_bias_sentence`."""
+    lacking = missing_notes(metrics)
+    if lacking:
+        return _missing_sentence(lacking, model)
+    reasons = unmeasurable_bias(metrics)
+    note = reasons.get(base, "")
+    if note.startswith("at the floor"):
+        return f"{method} lifts {model} off the floor of the task, where no bias shows to compare with."
+    if note.startswith("at the ceiling"):
+        return f"{model} is at the ceiling: it answers nearly all right, so this task cannot show a position bias."
+    n = max(rows_at_positions(metrics)["n"], default=0)
+    if not method or note:
+        return f"{n} questions at each position are too few to tell whether {model} has a position bias."
+    return f"{n} questions at each position are too few to tell whether {method} removes the position bias of {model}."
+
+
+def _missing_sentence(lacking: Mapping[str, str], model: str) -> str:
+    """Say that answers are missing.
+
+    Args:
+        lacking: Why, by method.
+        model: The model.
+    """
+    names = " and ".join(map(display_name, lacking))
+    return first_short(
+        f"Too many replies of {model} ({names}) are no answers, so its scores say nothing.",
+        "Too many replies are no answers, so the scores say nothing.",
+    )
+
+
+def _average_verdict(
+    metrics: pd.DataFrame, base: str, method: str, model: str
+) -> tuple[str, Tone, str]:
+    """Return word, tone and sentence on the average of a run whose position bias was not measured.
+
+    Arguments are those of :func:`_bias_sentence`.
+    """
+    lacking = missing_notes(metrics)
+    if lacking:
+        return CANNOT_TELL, "open", _missing_sentence(lacking, model)
+    before, after = (
+        _estimate(metrics, name) if name else None for name in (base, method)
+    )
+    change = _estimate(metrics, method, "difference") if method else None
+    alone = after or before
+    if change is None or before is None or after is None:
+        subject = f"{method} on {model}" if method else model
+        value = f"{100 * alone.value:z.1f} %" if alone else "nothing"
+        n = alone.n if alone else 0
+        return (
+            "measured",
+            "open",
+            f"{subject} scores {value} on average over {n} prompts.",
+        )
+    ends = f"from {100 * before.value:z.1f} % to {100 * after.value:z.1f} %"
+    if change.ci_low > 0:
+        return "better", "good", f"{method} raises the average of {model} {ends}."
+    if change.ci_high < 0:
+        return "worse", "bad", f"{method} lowers the average of {model} {ends}."
+    sentence = f"{method} does not change the average of {model} measurably, which goes {ends}."
+    return "no difference", "open", sentence
+
+
+# Claims
+
+
+def findings_glance(findings: pd.DataFrame) -> Glance:
+    """Return the first look at judged claims, without a next step: how many hold, and the one that decides.
+
+    Args:
+        findings: Rows of findings.csv, of one run or of many.
+    """
+    claims = main_claims(findings)
+    verdicts = list(claims["verdict"])
+    total = len(verdicts)
+    counts = {name: verdicts.count(name) for name in FINDING_VERDICTS}
+    held, contradicted = counts["holds"], counts["contradicted"]
+    tone: Tone = "bad" if contradicted else "open"
+    if held == total:
+        tone = "good"
+    models = [name for name in dict.fromkeys(claims["model"]) if name]
+    where = ""
+    if models:
+        where = f" on {models[0] if len(models) == 1 else f'{len(models)} models'}"
+    kind = KINDS[claims["kind"].iloc[0]]
+    details = study_answer(findings)
+    if total == 1:
+        claim = re.sub(CITATION, "", claims["claim"].iloc[0])
+        sentence = first_short(
+            f"{sentence_case(verdicts[0])[:-1]}{where}: {claim}.",
+            f"{sentence_case(verdicts[0])[:-1]}: {claim}.",
+            f"The claim {kind} is {verdicts[0]}{where}.".replace("is holds", "holds"),
+        )
+        return Glance(verdicts[0], tone, sentence, details=details)
+    text = f"Of {total} claims {kind}{where}, {_with_verbs(claims['verdict'])}"
+    decisive = claims[
+        claims["verdict"] == ("contradicted" if contradicted else "holds")
+    ]
+    sentences = [f"{text}."]
+    if len(decisive) == 1:
+        claim = re.sub(CITATION, "", decisive["claim"].iloc[0])
+        verdict = decisive["verdict"].iloc[0]
+        sentences.insert(0, f"{text}; {verdict}: {claim}.")
+    numbers = [
+        Number(name, str(count), f"of {total}")
+        for name, count in (
+            ("claims that hold", held),
+            ("contradicted claims", contradicted),
+            ("undecided claims", total - held - contradicted),
+        )
+        if count
+    ]
+    word = f"{held} of {total} hold"
+    return Glance(word, tone, first_short(*sentences), tuple(numbers), details=details)
+
+
+def _with_verbs(verdicts: pd.Series) -> str:
+    """The tally of verdicts as clauses, as `3 hold, 1 is contradicted, 2 are inconclusive`."""
+    clauses = []
+    for part in tally_verdicts(verdicts).split(", "):
+        count, _, word = part.partition(" ")
+        verb = "" if word.startswith("hold") else ("is " if count == "1" else "are ")
+        clauses.append(f"{count} {verb}{word}")
+    return ", ".join(clauses)
+
+
+# Gains of a search, and times
+
+
+def measured_glance(folder: Path) -> Glance:
+    """Return the first look at a run without scores and claims, and without a next step: its search or its times.
+
+    Args:
+        folder: The run.
+    """
+    details = describe_measurements(folder)
+    gains = read_csv(folder / held_back.TABLE_FILE)
+    if gains is not None:
+        facts = {str(name): value for name, value in gains.iloc[0].items()}
+        return _gain_glance(facts, details)
+    study = read_json(folder / "study.json") or {}
+    for table in study_tables(folder, study.get("tables", ())).values():
+        for column, (phrase, unit) in TIME_PHRASES.items():
+            rows = _timed_rows(table, column)
+            if not rows:
+                continue
+            ratios = [row[column] for row in rows]
+            numbers = tuple(
+                Number(str(row["way"]), f"{row[column]:.2f}", unit) for row in rows[:3]
+            )
+            first = rows[0]
+            verb = phrase.format(f"{first[column]:.2f}")
+            sentence = f"{first['way']} {verb} {display_name(first['base'])}."
+            if len(rows) > 1:
+                span = f"{min(ratios):.2f} to {max(ratios):.2f} {unit}"
+                sentence = f"{len(rows)} ways were timed: {span} of what they are compared with."
+            sentence = first_short(sentence, f"{len(rows)} ways were timed.")
+            return Glance("measured", "open", sentence, numbers, details=details)
+    return NOTHING
+
+
+def _gain_glance(facts: Mapping[str, Any], details: str) -> Glance:
+    """The first look at a search by its gain on held-back prompts.
+
+    Args:
+        facts: The row of ``held_back.csv``.
+        details: All of it in words.
+    """
+    if not held_back.was_checked(facts):
+        sentence = "Too few prompts are held back to check what the search found."
+        return Glance("not checked", "open", sentence, details=details)
+    measure = facts["measure"]
+    unit = "nats per answer token" if measure == "loss" else f"of the {measure}"
+    gain = Estimate(facts["gain"], facts["ci_low"], facts["ci_high"], int(facts["n"]))
+    numbers = (
+        Number.of("gain", gain, unit),
+        Number(f"{measure}, found", f"{facts['found']:.3g}", unit),
+        Number(f"{measure}, unmodified", f"{facts['unmodified']:.3g}", unit),
+    )
+    verb = "lowers" if measure == "loss" else "raises"
+    on = f"on {facts['n']} held-back prompts"
+    if not held_back.shows_no_gain(facts):
+        ends = f"from {facts['unmodified']:.3g} to {facts['found']:.3g}"
+        sentence = f"What the search found {verb} the {measure} {ends} {on}."
+        return Glance("gains", "good", sentence, numbers, details=details)
+    sentence = f"What the search found shows no gain worth naming {on}."
+    return Glance("no gain", "bad", sentence, numbers, details=details)
+
+
+def describe_measurements(folder: Path) -> str:
+    """Say what a run without scores and claims measured: the gain of a search, the times of a study.
+
+    It is empty where the run has neither.
+    """
+    texts = []
+    gains = read_csv(folder / held_back.TABLE_FILE)
+    if gains is not None:
+        texts.append(held_back.summary_sentence(gains.iloc[0]))
+    study = read_json(folder / "study.json") or {}
+    times = list[str]()
+    for table in study_tables(folder, study.get("tables", ())).values():
+        for column, (phrase, _) in TIME_PHRASES.items():
+            times += _describe_times(table, column, phrase)
+    texts += times[:MAX_LISTED]
+    if len(times) > MAX_LISTED:
+        texts.append(f"{len(times) - MAX_LISTED} more")
+    return "; ".join(texts) + "." if texts else ""
+
+
+def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
+    """One text for each variant: its time over that of its baseline.
+
+    Args:
+        table: A table of a study; without the columns of measured times there is no
+            text.
+        column: Ratio of a variant's time to its baseline's, over rounds; `_min` and `_max` of it are columns, too.
+        phrase: Format of a sentence about the ratio, such as "takes {} times as long as".
+    """
+    texts = []
+    for row in _timed_rows(table, column):
+        verb = phrase.format(f"{row[column]:.2f}")
+        low = row[f"{column}_min"]
+        high = row[f"{column}_max"]
+        spread = f"{row['work']}; {low:.2f} to {high:.2f} over rounds"
+        texts.append(f"{row['way']} {verb} {display_name(row['base'])} ({spread})")
+    return texts
+
+
+def _timed_rows(table: pd.DataFrame, column: str) -> list[dict[str, Any]]:
+    """The variants of a table of measured times without their baselines; none in another table."""
+    needed = {"work", "way", "base", f"{column}_min", f"{column}_max"}
+    if not needed <= set(table):
+        return []
+    rows: list[dict[str, Any]] = table[table["way"] != table["base"]].to_dict("records")
+    return rows
+
+
+# Runs side by side
+
+
+def comparison_glance(rows: Sequence[Mapping[str, Any]]) -> Glance:
+    """Return the first look at runs side by side: which of them score above or below the first one.
+
+    Args:
+        rows: Rows of comparison.csv.
+    """
+    first, others = rows[0], rows[1:]
+    changes = [
+        _compared(row, "score_difference")
+        for row in others
+        if row["score_difference"] is not None
+    ]
+    above = sum(change.ci_low > 0 for change in changes)
+    below = sum(change.ci_high < 0 for change in changes)
+    last = others[-1]
+    tone: Tone = "open"
+    command = f"posbench show {last['run']} --wrong"
+    purpose = "shows prompts that were answered wrong"
+    if len(others) > 1:
+        text = f"Of {len(others)} runs, {above} score surely above {first['label']}, {below} surely below."
+        if above and not below:
+            tone = "good"
+        elif below and not above:
+            tone = "bad"
+        numbers = tuple(
+            Number(name, str(count), f"of {len(others)}")
+            for name, count in (
+                ("runs above", above),
+                ("runs below", below),
+                ("runs that cannot be told apart", len(others) - above - below),
+            )
+        )
+        word = f"{above} above, {below} below"
+        short = f"Of {len(others)} runs, {above} score surely above the first, {below} surely below."
+        return Glance(word, tone, first_short(text, short), numbers, command, purpose)
+    if not changes:
+        sentence = "One of the runs has no score, so they cannot be compared."
+        return Glance(CANNOT_TELL, "open", sentence, (), command, purpose)
+    names = {
+        "score_difference": "difference of the scores",
+        "position_bias_difference": "difference of the position bias",
+    }
+    numbers = tuple(
+        Number.of(label, _compared(last, name), "points", "+z.1f")
+        for name, label in names.items()
+        if last[name] is not None
+    )
+    (change,) = changes
+    word, verb = "no difference", ""
+    if change.ci_low > 0:
+        word, tone, verb = "better", "good", "above"
+    elif change.ci_high < 0:
+        word, tone, verb = "worse", "bad", "below"
+    sentences = (
+        f"{last['label']} scores {abs(change.value):z.1f} points {verb} {first['label']}.",
+        f"The second run scores {abs(change.value):z.1f} points {verb} the first.",
+    )
+    if not verb:
+        sentences = (
+            f"{last['label']} and {first['label']} do not differ measurably in their scores.",
+            "The two runs do not differ measurably in their scores.",
+        )
+    return Glance(word, tone, first_short(*sentences), numbers, command, purpose)
+
+
+# What to do next
+
+
+def _with_step(glance: Glance, command: str, purpose: str) -> Glance:
+    """The same with the command to run next."""
+    return replace(glance, next=command, purpose=purpose)
+
+
+def _step_after_scores(
+    run: RunDir, config: Mapping[str, Any], word: str
+) -> tuple[str, str]:
+    """Return the command after a run that scored, and what it does.
+
+    Args:
+        run: The run.
+        config: Its config.
+        word: Its verdict.
+    """
+    name = _name(run, config)
+    subject = _subject(run, config)
+    node = _group(config, "method")
+    is_prompt_change = (
+        "_target_" in node and MethodChoice.of(node).changes_prompts_alone
+    )
+    in_process = is_in_process(config.get("model"))
+    if word == FIXED and in_process and not is_prompt_change:
+        command = f"posbench export {name} --to transformers --out fix"
+        return command, "writes the fix as files that others load"
+    if word == NOT_FIXED and in_process:
+        words = ["posbench study=remedies", *subject]
+        return " ".join(words), "asks the same questions under every remedy"
+    if word in (BIAS, NOT_FIXED):
+        command = " ".join(["posbench diagnose", *subject])
+        return command, "looks for where it comes from and what helps"
+    if word == CANNOT_TELL:
+        command = " ".join(["posbench diagnose", *subject])
+        return command, "asks until it can tell, or says what that takes"
+    return f"posbench show {name} --wrong", "shows prompts that were answered wrong"
+
+
+def _name(run: RunDir, config: Mapping[str, Any]) -> str:
+    """What a verb calls a run: its hash, or its folder outside the default outputs."""
+    outputs = _group(config, "runtime").get("outputs", Runtime.outputs)
+    if outputs == Runtime.outputs:
+        return run.path.name.rpartition("__")[2]
+    return shlex.quote("/".join([str(outputs).rstrip("/"), *run.path.parts[-3:]]))
+
+
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of a config; empty where it has none."""
+    group = config.get(name)
+    return group if isinstance(group, Mapping) else {}
+
+
+def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
+    """The model and the task of a run as the overrides of another command."""
+    args = shlex.split(str(run.facts(PROVENANCE).get("command", "")))
+    typed = [arg for arg in args if re.match(r"(model|task)[.=]", arg)]
+    if "--config-dir" in args[:-1]:
+        folder = args[args.index("--config-dir") + 1]
+        typed += ["--config-dir", folder]
+    # The jobs of a sweep share its command.
+    is_sweep = "-m" in args or "--multirun" in args
+    keys = {arg.partition("=")[0] for arg in typed}
+    for group in ("model", "task"):
+        if is_sweep:
+            typed = [arg for arg in typed if not re.match(rf"{group}[.=]", arg)]
+        named = _group(config, group).get("name")
+        chosen = any(key == group or key.startswith(f"{group}.") for key in keys)
+        if named and (is_sweep or not chosen):
+            typed.insert(0, f"{group}={named}")
+    return [shlex.quote(arg) for arg in typed]
+
+
+# Numbers
+
+
+def _compared(row: Mapping[str, Any], name: str) -> Estimate:
+    """An estimate of a row of comparison.csv, in points."""
+    value, low, high = (100 * float(row[column]) for column in estimate_columns(name))
+    return Estimate(value, low, high, int(row["n"]))
+
+
+def _estimate(metrics: pd.DataFrame, method: str, metric: str = "") -> Estimate | None:
+    """A number of a method over all gold positions; None where it was not measured, or answers are missing."""
+    rows = rows_over_all_positions(metrics, metric)
+    rows = rows[(rows["method"] == method) & ~has_missing_note(rows)]
+    rows = rows.dropna(subset=["value", "ci_low"])
+    return None if rows.empty else _as_estimate(rows.iloc[0])
+
+
+def _as_estimate(row: Any) -> Estimate:
+    """The estimate in a row of metrics.csv."""
+    return Estimate(row["value"], row["ci_low"], row["ci_high"], int(row["n"]))
+
+
+def _points(estimate: Estimate | None) -> str:
+    """A share as points; empty where it is not known."""
+    return "" if estimate is None else f"{100 * estimate.value:z.1f}"

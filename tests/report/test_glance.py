@@ -1,0 +1,399 @@
+"""The first look at a result: short, with units, and the same on its page and in the terminal."""
+
+from __future__ import annotations
+
+import html
+import re
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy
+from posbench.diagnose.page import glance as diagnosis_glance
+from posbench.diagnose.page import lines
+from posbench.report.console import (
+    _Terminal,
+    make_console,
+    show_glance,
+    show_link,
+    wrap_words,
+)
+from posbench.report.glance import (
+    comparison_glance,
+    findings_glance,
+    run_glance,
+    scores_glance,
+)
+from posbench.report.page import render_run, write_page
+from posbench.report.sweep import render_sweep
+from posbench.report.tables import findings_table
+from posbench.report.terminal import show_run
+from posbench.stats import findings as judged
+from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import Finding
+from posbench.stats.glance import Glance, Number, first_short
+from posbench.stats.verdict import VERDICTS
+from posbench.studies.remedies import Remedies
+from tests.frames import metrics, sweep, with_missing_answers
+from tests.glances import check_glance
+from tests.stats.test_verdict import (
+    FLAT,
+    HALFWAY,
+    MIDDLE_LOST,
+    NOTHING,
+    SOLVED,
+    simulated_metrics,
+)
+
+RUNS = [
+    (100, {"none": NOTHING}),
+    (20, {"none": SOLVED}),
+    (100, {"none": SOLVED}),
+    (40, {"none": FLAT}),
+    (600, {"none": FLAT}),
+    (5, {"none": NOTHING}),
+    (100, {"none": MIDDLE_LOST}),
+    (100, {"served": MIDDLE_LOST}),
+    (100, {"none": MIDDLE_LOST, "x": SOLVED}),
+    (300, {"none": MIDDLE_LOST, "x": (0.9, 0.85, 0.85, 0.85, 0.9)}),
+    (300, {"none": MIDDLE_LOST, "x": MIDDLE_LOST}),
+    (60, {"none": MIDDLE_LOST, "x": HALFWAY}),
+    (300, {"none": MIDDLE_LOST, "x": NOTHING}),
+    (100, {"none": NOTHING, "x": SOLVED}),
+    (100, {"x": SOLVED}),
+    (100, {"none": (0.9, 0.5)}),
+    (100, {"none": (0.9, 0.5), "x": (0.9, 0.9)}),
+    (100, {"none": (0.9, 0.5), "x": (0.5, 0.5)}),
+    (100, {"none": (0.9, 0.5), "x": (0.9, 0.5)}),
+]
+CLAIM = "Some layers and heads follow the gold item, others one place (Yu et al. 2025)"
+
+
+@cache
+def _table(number: int) -> pd.DataFrame:
+    """The metrics.csv of one of these runs."""
+    questions, shares = RUNS[number]
+    return simulated_metrics(questions, **shares)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_a_run_has_a_short_sentence_with_units(number: int) -> None:
+    table = _table(number)
+    for delivery in (None, {"unchecked": "it counts no tokens"}):
+        glance = scores_glance(table, delivery)
+        check_glance(glance)
+        names = [*RUNS[number][1], "m"]
+        assert {*names} & {*re.findall(r"\w+", glance.sentence)}, glance.sentence
+        assert {number.unit for number in glance.numbers} <= {"points", "%"}
+
+
+def test_all_verdicts_are_among_these_runs() -> None:
+    words = {scores_glance(_table(number)).word for number in range(len(RUNS))}
+    assert {*VERDICTS} <= words
+    assert {"better", "worse", "no difference", "measured"} <= words
+
+
+def test_missing_answers_leave_no_number() -> None:
+    cut = (0.9, 0.5, 0.3, 0.5, 0.9)
+    glance = scores_glance(simulated_metrics(100, cut="none", none=cut))
+    check_glance(glance)
+    assert glance.word == "cannot tell" and "no answers" in glance.sentence
+    assert not glance.numbers
+    glance = scores_glance(with_missing_answers(metrics()))
+    assert "no answers" in glance.sentence
+    assert not any("scale_channel" in number.name for number in glance.numbers)
+    assert scores_glance(None).sentence == "Nothing was scored in this run."
+
+
+def test_numbers_of_a_fix_are_those_of_the_table() -> None:
+    table = simulated_metrics(300, none=MIDDLE_LOST, x=(0.9, 0.85, 0.85, 0.85, 0.9))
+    glance = scores_glance(table)
+    before, after, change = glance.numbers
+
+    def row(method: str, metric: str) -> str:
+        rows = table[(table["method"] == method) & (table["metric"] == metric)]
+        of_all = rows[rows["gold_position"] == "all"]
+        value, low, high = 100 * of_all[["value", "ci_low", "ci_high"]].iloc[0]
+        return f"{value:.1f} [{low:.1f}, {high:.1f}]"
+
+    assert (
+        str(before)
+        == f"position bias, unmodified {row('none', 'position_bias')} points"
+    )
+    assert str(after) == f"with x {row('x', 'position_bias')} points"
+    assert change.value == f"+{row('x', 'accuracy_difference')}"
+    text = f"from {before.value.split()[0]} to {after.value.split()[0]} points"
+    assert text in glance.sentence
+
+
+def _findings(*verdicts: str, claim: str = CLAIM) -> pd.DataFrame:
+    """Findings on claims with these verdicts."""
+    rows = [
+        Finding(
+            verdict=verdict,  # type: ignore[arg-type]
+            claim=f"{number}: {claim}",
+            statistic="share",
+            value=0.5,
+            ci_low=0.4,
+            ci_high=0.6,
+            n=40,
+        )
+        for number, verdict in enumerate(verdicts)
+    ]
+    return judged.findings_table(rows, "tiny")
+
+
+def test_claims_are_counted_and_the_one_that_decides_is_named() -> None:
+    glance = findings_glance(_findings("holds", "contradicted", "inconclusive"))
+    check_glance(glance)
+    assert (glance.word, glance.tone) == ("1 of 3 hold", "bad")
+    assert glance.sentence.startswith("Of 3 claims of the paper on tiny, 1 holds, 1 is")
+    assert [str(number) for number in glance.numbers] == [
+        "claims that hold 1 of 3",
+        "contradicted claims 1 of 3",
+        "undecided claims 1 of 3",
+    ]
+    short = findings_glance(_findings("holds", "contradicted", claim="it peaks"))
+    assert short.sentence.endswith("; contradicted: 1: it peaks.")
+    for verdict, tone in (("holds", "good"), ("not testable", "open")):
+        glance = findings_glance(_findings(verdict))
+        check_glance(glance)
+        assert (glance.word, glance.tone) == (verdict, tone)
+        assert "Some layers and heads" in glance.sentence
+        long = findings_glance(_findings(verdict, claim="word " * 30))
+        check_glance(long)
+    many = pd.concat([_findings("holds"), _findings("holds").assign(model="tiny_b")])
+    assert "on 2 models, 2 hold." in findings_glance(many).sentence
+
+
+def _remedies(gains: dict[str, tuple[float, float, float]]) -> pd.DataFrame:
+    """The table of a study of remedies."""
+    rows = [
+        {
+            "method": name,
+            "difference": value,
+            "difference_low": low,
+            "difference_high": high,
+            "time": 1.5,
+            "n": 40,
+            "verdict": "helps" if low > 0 else "cannot tell",
+        }
+        for name, (value, low, high) in gains.items()
+    ]
+    return pd.DataFrame([{"method": "none", "verdict": ""}, *rows])
+
+
+def test_remedies_within_the_interval_of_the_best_are_ties() -> None:
+    gains = {"a": (30.0, 20.0, 40.0), "b": (25.0, 15.0, 35.0), "c": (5.0, -4.0, 9.0)}
+    glance = Remedies().glance({"remedies": _remedies(gains)})
+    assert glance is not None
+    check_glance(glance)
+    assert glance.sentence.endswith("within its interval: b.")
+    assert "points" in glance.sentence and "no worse for sure: b." in glance.details
+    none = Remedies().glance({"remedies": _remedies({"c": (5.0, -4.0, 9.0)})})
+    assert none is not None and none.tone == "bad"
+    check_glance(none)
+
+
+def test_a_gain_of_a_diagnosis_has_its_unit_and_its_ties() -> None:
+    gains = {"scale_channel": 0.674, "layer_scaling": 0.664, "moice": 0.1}
+    remedies = [
+        Remedy(name, Estimate(gain, gain - 0.2, gain + 0.2, 48), 1.0)
+        for name, gain in gains.items()
+    ]
+    diagnosis = Diagnosis(
+        "smollm2",
+        "kv_retrieval",
+        "fixed",
+        "why",
+        remedies=remedies,
+        winner="scale_channel",
+        held_back="fixed (why)",
+    )
+    (line,) = (text for text in lines(diagnosis) if text.startswith("remedy:"))
+    assert "scale_channel, 0.674 [0.474, 0.874] nats per answer token" in line
+    assert "a tie: layer_scaling 0.664)" in line and "moice" not in line
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_a_diagnosis_without_its_runs_has_a_sentence(verdict: str) -> None:
+    pilot = Pilot("floor", Estimate(0.05, 0.01, 0.1, 60), 0)
+    for pilots in ([], [pilot]):
+        for place in ("", "put what matters first: 90 % right there"):
+            step = "posbench diagnose model=m budget=20min"
+            diagnosis = Diagnosis(
+                "m", "kv_retrieval", verdict, pilots=pilots, place=place, next=step
+            )
+            check_glance(diagnosis_glance(diagnosis))
+
+
+@pytest.mark.parametrize(
+    ("ends", "word"),
+    [
+        ((0.1, 0.05, 0.2), "better"),
+        ((-0.1, -0.2, -0.05), "worse"),
+        ((0.01, -0.05, 0.06), "no difference"),
+        ((None, None, None), "cannot tell"),
+    ],
+)
+def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
+    value, low, high = ends
+    row = {
+        "run": "1a2b3c4d",
+        "label": "scale_channel",
+        "n": 100,
+        "score_difference": value,
+        "score_difference_ci_low": low,
+        "score_difference_ci_high": high,
+        "position_bias_difference": None,
+    }
+    first = row | {"label": "unmodified"}
+    glance = comparison_glance([first, row])
+    check_glance(glance)
+    assert glance.word == word
+    check_glance(comparison_glance([first, row, row]))
+
+
+def test_a_number_at_a_limit_and_a_small_bound_are_said() -> None:
+    limit = Finding.above("a", "b", Estimate(8 / 9, 8 / 9, 8 / 9, 900), 5.78e-6)
+    header, (row,) = findings_table(judged.findings_table([limit], "tiny"))
+    cells = dict(zip(header, row, strict=True))
+    assert cells["value"] == "0.889 (the same in every resample)"
+    assert cells["holds if"] == "above 0.00000578, the smallest effect worth naming"
+
+
+# Page and terminal
+
+
+def _run(path: Path, config: str = "{}", **frames: pd.DataFrame) -> Path:
+    """A run folder with these tables."""
+    path.mkdir()
+    (path / "config.yaml").write_text(config)
+    for name, frame in frames.items():
+        frame.to_csv(path / f"{name}.csv", index=False)
+    return path
+
+
+def _on_page(page: Path) -> tuple[str, str]:
+    """The word and the sentence at the head of a page, as read."""
+    text = page.read_text()
+    found = [
+        re.search(rf'<p class="{name}[^"]*">(.*?)</p>', text, re.DOTALL)
+        for name in ("chip", "result")
+    ]
+    word, sentence = (html.unescape(re.sub("<[^>]*>", "", m[1])) for m in found if m)
+    return word, sentence.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _printed(folder: Path, width: int) -> str:
+    """What a terminal of this width shows of a run."""
+    out = StringIO()
+    console = _Terminal(file=out, force_terminal=True, width=width, highlight=False)
+    show_run(folder, console)
+    return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_page_and_terminal_say_the_same(tmp_path: Path, width: int) -> None:
+    claims = _findings("holds", "contradicted", "inconclusive")
+    folders = [
+        _run(tmp_path / "scores", metrics=metrics()),
+        _run(tmp_path / "claims", metrics=metrics("none"), findings=claims),
+        _run(tmp_path / "bias", metrics=simulated_metrics(100, none=MIDDLE_LOST)),
+    ]
+    for folder in folders:
+        glance = run_glance(folder)
+        assert _on_page(render_run(folder)) == (glance.word, glance.sentence)
+        printed = _printed(folder, width)
+        lines_of_text = printed.splitlines()
+        assert glance.sentence in " ".join(printed.split())
+        # The end: sentence, next command, page.
+        assert printed.split()[-2:] == ["report:", str(folder / "report.html")]
+        tail = " ".join(" ".join(lines_of_text[-8:]).split())
+        assert glance.sentence in tail and f"next: {glance.next}" in tail
+        for line in lines_of_text:
+            assert len(line) <= width or len(line.split()) == 1
+
+
+def test_a_sweep_begins_with_its_verdict(tmp_path: Path) -> None:
+    sweep([1.0, 0.0, -1.0]).to_csv(tmp_path / "summary.csv", index=False)
+    _, sentence = _on_page(render_sweep(tmp_path))
+    assert sentence.startswith("Over 3 settings of method.factor, the average runs")
+
+
+def test_words_are_not_broken() -> None:
+    text = "held-back prompts " * 12 + "x" * 100
+    for width in (20, 80, 160):
+        wrapped = wrap_words(text, width)
+        assert wrapped.split() == text.split()
+        lengths = [len(line) for line in wrapped.split("\n")]
+        assert max(lengths[:-1]) <= width
+    assert wrap_words("  indented\n\nlines", 80) == "  indented\n\nlines"
+
+
+def test_all_that_a_terminal_shows_is_broken_between_words() -> None:
+    out = StringIO()
+    console = _Terminal(file=out, force_terminal=True, width=30, color_system=None)
+    text = "gain 0.626 on 120 held-back prompts, and more of them"
+    for printed in (text, Text(text)):
+        console.print(printed, soft_wrap=True)
+    lines_of_text = out.getvalue().splitlines()
+    assert " ".join(lines_of_text).split() == 2 * text.split()
+    assert max(map(len, lines_of_text)) <= 30
+
+
+class _Tty(StringIO):
+    """A terminal as a file."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+GLANCE = Glance(
+    "fixed",
+    "good",
+    "It lowers the bias of every model by more than half, and the average rises by three points.",
+    (Number("bias", "4.9", "points"),),
+    "posbench show 1a2b --wrong",
+    "shows more",
+)
+
+
+@pytest.mark.parametrize("file", [_Tty(), StringIO()], ids=["terminal", "pipe"])
+def test_a_terminal_gets_a_coloured_sentence_and_a_link_and_a_pipe_plain_text(
+    file: StringIO, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    page = tmp_path / "report.html"
+    console = make_console(width=60)
+    console.file = file
+    console._color_system = Console(file=file)._color_system
+    show_glance(console, GLANCE)
+    show_link(console, "report", page)
+    text = file.getvalue()
+    if file.isatty():
+        assert "\x1b[32m" in text and "\x1b]8;id=" in text and page.as_uri() in text
+    else:
+        assert text == (
+            f"fixed: bias 4.9 points\n{GLANCE.sentence}\nnext: {GLANCE.next}  (shows more)\nreport: {page}\n"
+        )
+
+
+def test_the_first_sentence_that_is_short_is_taken() -> None:
+    long = "word " * 30
+    assert first_short(f"{long}.", "Short.") == "Short."
+    assert first_short("First.", "Short.") == "First."
+
+
+def test_the_head_of_a_page_escapes_names(tmp_path: Path) -> None:
+    glance = Glance("bias", "bad", "A model <b>x</b> has a bias.")
+    page = write_page(tmp_path, "title", glance, [])
+    assert "<b>x</b>" not in page.read_text()
+    assert _on_page(page) == ("bias", glance.sentence)
