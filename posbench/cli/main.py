@@ -65,7 +65,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
 Verbs (posbench VERB --help says more):
   diagnose      whether a model has a position bias, where from, what helps: one page
   order         which order of retrieved documents, how many? On a log of your own
-  figures       run many experiments side by side (17 minutes on two cores)
+  figures       run all experiments without downloads (17 minutes on two cores)
   ls            list what can be chosen: models, tasks, methods, ...
   ls runs       list runs, a line each: settings, verdict, score, bias, age
   view          write one page over all runs of a folder, to filter and click

@@ -260,11 +260,15 @@ def questions_section(run: RunDir) -> Section | None:
 
     Args:
         run: The run.
+
+    Raises:
+        UserError: Its config cannot be read, or names no task.
     """
     if not (run.path / PREDICTIONS).is_file():
         return None
+    config = run.config("task")
     try:
-        examples = RunExamples.of(run, run.config("task"))
+        examples = RunExamples.of(run, config)
     except UserError as error:
         return Section("Questions", f"They cannot be shown: {error}")
     if not examples.rows:
