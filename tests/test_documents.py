@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shlex
@@ -297,6 +298,8 @@ def test_the_verbs_that_documents_show_run(
         if "random" in folder.name
     ]
     (tmp_path / "my_words.jsonl").symlink_to(ROOT / "tests/data/own/words.jsonl")
+    logged = (ROOT / "tests/data/logs/plain.jsonl.gz").read_bytes()
+    (tmp_path / "my_log.jsonl").write_bytes(gzip.decompress(logged))
     here = {
         "FILE.jsonl": "FILE",
         "FILE": "tests/data/own/documents.jsonl",

@@ -240,7 +240,8 @@ def report(args: list[str]) -> int:
     usage: posbench report DIR [--format pdf,png] [--out FOLDER] [--config-dir DIR]
 
       DIR           a run, a sweep, or a folder of many runs such as outputs
-      --format pdf,png  the figures in these formats, too, beside the SVG in the run's figures/
+      --format pdf,png,vl.json  the figures in these formats, too, beside the SVG in the run's figures/; vl.json
+                    is a Vega-Lite specification with the numbers
       --out FOLDER  where the gallery of many runs goes; DIR/gallery unless said
       --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 

@@ -8,6 +8,7 @@ or dash, so that every figure survives a grey printer.
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -87,7 +88,9 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "path",  # letters look the same without our font
     "svg.hashsalt": "posbench",  # ids of parts: the same figure has the same
 }
-FORMATS = ("svg", "png", "pdf")
+VEGA = "vl.json"
+"""The format of a Vega-Lite specification, as its files end."""
+FORMATS = ("svg", "png", "pdf", VEGA)
 """Formats of a figure's file; the first is the one that pages show."""
 VOLATILE_METADATA = {
     "svg": ("Creator", "Date"),
@@ -449,8 +452,18 @@ def save(figure: Figure, stem: Path, formats: Iterable[str] = ()) -> Path:
     files = {name: stem.with_name(f"{stem.name}.{name}") for name in FORMATS}
     for name, file in files.items():
         if name == FORMATS[0] or name in formats or file.is_file():
+            if name == VEGA:
+                _write_vega(figure, file)
+                continue
             buffer = io.BytesIO()
             metadata = dict.fromkeys(VOLATILE_METADATA[name])
             figure.savefig(buffer, format=name, dpi=DOTS_PER_INCH, metadata=metadata)
             write_bytes(file, buffer.getvalue())
     return files[FORMATS[0]]
+
+
+def _write_vega(figure: Figure, file: Path) -> None:
+    """Write a figure as a Vega-Lite specification."""
+    from posbench.plots.vega import specification
+
+    write_bytes(file, f"{json.dumps(specification(figure))}\n".encode())

@@ -193,7 +193,7 @@ def _copy_file(file: Path, root: Path, entry: Entry, stem: str) -> str:
         Its new path relative to ``root``; empty if the file is absent.
     """
     kind = "pages" if file.suffix == ".html" else "figures"
-    copy = root / kind / entry.name / f"{stem}{file.suffix}"
+    copy = root / kind / entry.name / f"{stem}{''.join(file.suffixes)}"
     if not file.is_file():
         return ""
     copy.parent.mkdir(parents=True, exist_ok=True)

@@ -347,7 +347,7 @@ def test_files_are_byte_stable_across_processes(tmp_path):
         for where in ("own", "other")
     ]
     assert files[0] == files[1] and sorted(files[0]) == [
-        f"{name}.{kind}" for name in "ab" for kind in ("pdf", "png", "svg")
+        f"{name}.{kind}" for name in "ab" for kind in ("pdf", "png", "svg", "vl.json")
     ]
 
 
