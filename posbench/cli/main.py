@@ -90,9 +90,8 @@ Verbs (posbench VERB --help says more):
 Every key can be set as key=value; `--cfg job` prints the whole config, `--yes`
 skips questions, `--config-dir DIR` adds YAML files.
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
-resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
-2 the input needs a correction; 3 the machine is at fault (disk, permission,
-memory, a dead server); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+resumes. Exit status: 0 done; 1 some rows failed (repeat the command); 2 the
+input needs a correction; 3 the machine is at fault; 130, 143 stopped (signals).
 """
 
 VERBS = {

@@ -35,7 +35,7 @@ from posbench.run.folder import open_run_dir
 from posbench.schema import override_text
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.glance import Glance, Number, Tone
-from posbench.stats.policies import CANNOT_DO, LEAVE, USE
+from posbench.stats.policies import CANNOT_DO, CANNOT_TELL, LEAVE, USE
 from posbench.studies.order import AS_RETRIEVED, VERDICT_FILE, OrderStudy
 
 
@@ -273,15 +273,14 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         sentence = "These questions do not tell whether a change of the prompt helps."
         if needed:
             sentence = f"{sentence.removesuffix('.')}; about {needed:,} in all would."
-    return Glance(
-        verdict_words(facts),
-        tone,
-        sentence,
-        tuple(numbers),
-        next=str(facts["command"]),
-        purpose=_next(facts),
-        details=details,
+    glance = Glance(
+        verdict_words(facts), tone, sentence, tuple(numbers), details=details
     )
+    if verdict == CANNOT_TELL:
+        # Only more questions, or a larger budget, would change the answer.
+        command = str(facts["command"])
+        glance = replace(glance, next=command, purpose=_next(facts))
+    return glance
 
 
 def _with_interval(

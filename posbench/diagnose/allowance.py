@@ -125,9 +125,12 @@ class Allowance:
             return f"{-(-size // 1000):.0f}ktok"
         return f"{-(-size // 1):.0f}prompts"
 
-    def __str__(self) -> str:
-        """Use so far, in words."""
+    def words(self, is_served: bool) -> str:
+        """Use so far, in words; the tokens of a model in process are those of this session."""
         parts = [f"{self.prompts:,} prompts", f"{self.read + self.written:,} tokens"]
         if self.usd is not None:
             parts.append(money(self.usd))
-        return ", ".join([*parts, duration(self.watch.seconds)])
+        parts.append(duration(self.watch.seconds))
+        if is_served:
+            return ", ".join(parts)
+        return f"{parts[0]}; in this session {', '.join(parts[1:])}"

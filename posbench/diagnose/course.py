@@ -254,7 +254,7 @@ class Course:
                 diagnosis.remedies_note = note
                 self._prompts()
         diagnosis.next = self._next_command()
-        diagnosis.total = str(self.allowance)
+        diagnosis.total = self.allowance.words(self.runs.is_served)
         diagnosis.total_seconds = round(self.allowance.watch.seconds, 1)
 
     # Parts

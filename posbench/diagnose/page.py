@@ -123,6 +123,8 @@ def glance(diagnosis: Diagnosis) -> Glance:
         looked = _look_at(diagnosis, "shape")
     numbers = looked.numbers if looked else ()
     sentence = _verdict_sentence(diagnosis, looked)
+    if part == "held-back" and looked and sentence == looked.sentence:
+        sentence = first_short(f"On held-back questions {sentence}", sentence)
     if diagnosis.place and name in (BIAS, NOT_FIXED):
         advice = diagnosis.place.partition(":")[0]
         sentence = first_short(f"{sentence.removesuffix('.')}; {advice}.", sentence)
@@ -502,7 +504,7 @@ def _cost_section(diagnosis: Diagnosis) -> Section:
         for part, seconds in diagnosis.seconds.items()
     ]
     header = ["part", "prompts", "time", "run"]
-    return Section("Cost", f"{diagnosis.total} in all.", header, rows)
+    return Section("Cost", f"{diagnosis.total}.", header, rows)
 
 
 def _nats(value: Estimate | None) -> str:

@@ -251,7 +251,9 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
             for key in ("base_url", *SERVER_KEYS):
                 settings.pop(f"model.{key}", None)
         for key, value in settings.items():
-            names.append(f"{key.partition('.')[2]}={value}")
+            # How a run was asked is no name for it.
+            if not key.startswith("runtime.") or key == "runtime.seed":
+                names.append(f"{key.partition('.')[2]}={value}")
         labels.append(cut_text(", ".join(names), MAX_LABEL_CHARACTERS))
     unique = []
     for run, label in zip(runs, labels, strict=True):

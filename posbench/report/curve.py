@@ -139,7 +139,7 @@ def draw(lines: Sequence[Line], metric: str) -> str:
             {
                 "label": line.label,
                 # The unmodified model is black, or white in the dark.
-                "colour": "" if colour == plot.BLACK else colour,
+                "colour": colour if colour != plot.BLACK else "",
                 "dashed": line.style["linestyle"] != "-",
                 "points": points,
                 "path": _path((p["x"], p["y"]) for p in points),

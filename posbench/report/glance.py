@@ -538,16 +538,20 @@ def comparison_glance(rows: Sequence[Mapping[str, Any]]) -> Glance:
         if last[name] is not None
     )
     (change,) = changes
-    word, verb = "no difference", ""
+    # Neither is good or bad: the order of the runs is the reader's.
+    word = "no difference"
+    high, low, name = last, first, "second"
     if change.ci_low > 0:
-        word, tone, verb = "better", "good", "above"
+        word = "higher"
     elif change.ci_high < 0:
-        word, tone, verb = "worse", "bad", "below"
+        word = "lower"
+        high, low, name = first, last, "first"
+    points = f"{abs(change.value):z.1f} points"
     sentences = (
-        f"{last['label']} scores {abs(change.value):z.1f} points {verb} {first['label']}.",
-        f"The second run scores {abs(change.value):z.1f} points {verb} the first.",
+        f"{high['label']} scores {points} above {low['label']}.",
+        f"The {name} run scores {points} above the other.",
     )
-    if not verb:
+    if word == "no difference":
         sentences = (
             f"{last['label']} and {first['label']} do not differ measurably in their scores.",
             "The two runs do not differ measurably in their scores.",

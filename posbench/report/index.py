@@ -416,7 +416,7 @@ def _settings_texts(records: Sequence[Record]) -> list[list[str]]:
                     MAX_SETTING_CHARACTERS,
                 )
                 for key in ordered
-                if key in settings and len(values[kind, key]) > 1
+                if settings.get(key, "null") != "null" and len(values[kind, key]) > 1
             ]
         )
     return texts
@@ -493,7 +493,7 @@ def _verdict_cell(record: Record, is_wide: bool) -> Text:
     style = BAD if "contradicted" in counts else UNDECIDED
     if num_held == total:
         style = GOOD
-    if not is_wide:
+    if not is_wide and len(counts) > 1:
         tally = f"{num_held} of {total} {'holds' if total == 1 else 'hold'}"
     return Text(tally, style=style)
 

@@ -37,7 +37,7 @@ from posbench.report.folder import (
     read_json,
     sweep_runs,
 )
-from posbench.report.glance import TONES, findings_glance
+from posbench.report.glance import TONES, findings_glance, run_glance
 from posbench.report.page import (
     VERDICT_RULE,
     embedded_figure,
@@ -456,7 +456,11 @@ def _scores_glance(folder: Path, summary: pd.DataFrame) -> Glance:
             *sentences,
         ]
     command = purpose = ""
-    if len(scored) > 1 and "run" in summary:
+    if verdicts.get(best.runs[0] if best.runs else "") == FIXED:
+        (run,) = (r for r in sweep_runs(folder) if r.match(str(best.runs[0])))
+        found = run_glance(run)
+        command, purpose = found.next, found.purpose
+    elif len(scored) > 1 and "run" in summary:
         worst = min(scored, key=lambda setting: setting.average.value)
         if worst is not best:
             ends = (worst, best)
@@ -501,7 +505,7 @@ def _word(verdicts: Sequence[str]) -> tuple[str, Tone]:
     count = verdicts.count(word)
     if count == len(verdicts):
         return word, TONES[word]
-    return f"{word} in {count} of {len(verdicts)}", TONES[word]
+    return f"{word} in {count} of {len(verdicts)}", "open"
 
 
 def _job_notes(folder: Path) -> list[str]:

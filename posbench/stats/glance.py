@@ -72,6 +72,11 @@ class Glance:
     details: str = ""
 
     @property
+    def has_intervals(self) -> bool:
+        """Whether a number has an interval."""
+        return any("[" in number.value for number in self.numbers)
+
+    @property
     def text(self) -> str:
         """Sentence and details."""
         return f"{self.sentence} {self.details}".strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
@@ -78,10 +79,10 @@ def test_a_planted_primacy_is_found_and_nothing_is_said_of_the_inside(
     assert "DIR" not in found["next"] and "model=" not in found["next"]
     assert found["model"] == "fake"
     (page,) = outputs.glob("diagnose/*/report.html")
-    words = " ".join(re.sub("<[^>]*>", " ", page.read_text()).split())
+    words = html.unescape(" ".join(re.sub("<[^>]*>", " ", page.read_text()).split()))
     for text in ("Find the value of a key", "Score by position", "What was asked"):
         assert text in words
-    assert "is &#34;" in words, "a prompt is shown"
+    assert 'is "' in words, "a prompt is shown"
     # All positions of each question, and no more questions than tell the shape.
     assert found["shape"]["questions"] < 100
     assert_line_names(result.out, "requests", "tokens", "price unknown")

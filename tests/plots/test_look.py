@@ -325,11 +325,11 @@ def test_a_role_has_its_colour_wherever_it_is_drawn():
 
 def test_models_get_colours_of_their_own_and_numbers_steps_of_a_scale():
     names = [
-        style["color"] for style in sweep._setting_styles(["tiny", "tiny_b", *"cdefg"])
+        style["color"] for style in sweep.setting_styles(["tiny", "tiny_b", *"cdefg"])
     ]
     assert set(names) == set(plot.COLOURS)
     assert not set(
-        map(to_hex, (s["color"] for s in sweep._setting_styles(["-1", "0", "1"])))
+        map(to_hex, (s["color"] for s in sweep.setting_styles(["-1", "0", "1"])))
     ) & {c.lower() for c in names}
 
 

@@ -213,10 +213,14 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     contrast = f"{100 * change.mean():+.1f} [{low:.1f}, {high:.1f}] points"
     head = re.search('<p class="result">(.*?)</p>', page, re.DOTALL)
     words = head and re.sub("<[^>]*>", "", head[1])
-    assert words and words.startswith("x=aaaa0002 scores higher than x=aaaa0001")
+    gain = f"{100 * change.mean():.1f}"
+    assert words == f"x=aaaa0002 scores {gain} points above x=aaaa0001."
+    detail = re.search("<summary>In detail</summary><p>(.*?)</p>", page, re.DOTALL)
+    details = detail[1] if detail else ""
+    assert details.startswith("x=aaaa0002 scores higher than x=aaaa0001")
     assert (
-        contrast in words
-        and words.count("[") == 2
+        contrast in re.sub("<[^>]*>", "", details)
+        and details.count("[") == 2
         and "posbench, compare/<wbr>aaaa0001_" in page
     )
     for name in ("better", "best"):
