@@ -216,10 +216,10 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     gain = f"{100 * change.mean():.1f}"
     assert words == f"x=aaaa0002 scores {gain} points above x=aaaa0001."
     detail = re.search("<summary>In detail</summary><p>(.*?)</p>", page, re.DOTALL)
-    details = detail[1] if detail else ""
+    details = re.sub("<[^>]*>", "", detail[1]) if detail else ""
     assert details.startswith("x=aaaa0002 scores higher than x=aaaa0001")
     assert (
-        contrast in re.sub("<[^>]*>", "", details)
+        contrast in details
         and details.count("[") == 2
         and "posbench, compare/<wbr>aaaa0001_" in page
     )

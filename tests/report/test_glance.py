@@ -235,8 +235,8 @@ def test_a_diagnosis_without_its_runs_has_a_sentence(verdict: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "word"),
     [
-        ((0.1, 0.05, 0.2), "better"),
-        ((-0.1, -0.2, -0.05), "worse"),
+        ((0.1, 0.05, 0.2), "higher"),
+        ((-0.1, -0.2, -0.05), "lower"),
         ((0.01, -0.05, 0.06), "no difference"),
         ((None, None, None), "cannot tell"),
     ],
@@ -256,6 +256,11 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
     glance = comparison_glance([first, row])
     check_glance(glance)
     assert glance.word == word
+    if value is not None and word != "no difference":
+        # The higher one comes first, and neither run is good or bad.
+        ordered = ("scale_channel", "unmodified")[:: 1 if value > 0 else -1]
+        assert glance.sentence.startswith(f"{ordered[0]} scores 10.0 points above")
+        assert glance.sentence.endswith(f"{ordered[1]}.") and glance.tone == "open"
     check_glance(comparison_glance([first, row, row]))
 
 
