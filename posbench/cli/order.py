@@ -263,6 +263,8 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         tone = "good"
         gained = rows[facts["policy"]]["difference"]
         sentence = f"Use {facts['policy']}: {gained:.1f} points more are right than with the prompts as retrieved."
+        if facts["recipe"]:
+            sentence = f"{sentence.removesuffix('.')}; its code is under Use it."
     elif verdict == LEAVE:
         sentence = "Leave the prompts as they are retrieved: no change of them gains enough to matter."
     elif verdict == CANNOT_DO:
@@ -306,6 +308,7 @@ def _show_causes_and_recipe(console: Console, facts: Mapping[str, Any]) -> None:
         console.print(f"as retrieved: {counted}")
     if facts["recipe"]:
         console.print("")
+        console.print("Use it:")
         for line in facts["recipe"].splitlines():
             console.print(f"    {line}")
         console.print("")

@@ -542,9 +542,9 @@ def comparison_glance(rows: Sequence[Mapping[str, Any]]) -> Glance:
     word = "no difference"
     high, low, name = last, first, "second"
     if change.ci_low > 0:
-        word = "higher"
+        word = "second run higher"
     elif change.ci_high < 0:
-        word = "lower"
+        word = "first run higher"
         high, low, name = first, last, "first"
     points = f"{abs(change.value):z.1f} points"
     sentences = (

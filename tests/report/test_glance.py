@@ -235,8 +235,8 @@ def test_a_diagnosis_without_its_runs_has_a_sentence(verdict: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "word"),
     [
-        ((0.1, 0.05, 0.2), "higher"),
-        ((-0.1, -0.2, -0.05), "lower"),
+        ((0.1, 0.05, 0.2), "second run higher"),
+        ((-0.1, -0.2, -0.05), "first run higher"),
         ((0.01, -0.05, 0.06), "no difference"),
         ((None, None, None), "cannot tell"),
     ],
