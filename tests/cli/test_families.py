@@ -79,7 +79,9 @@ def test_every_stage_runs_on_a_checkpoint_of_the_family(
     assert attention["attention"].between(0, 1).all()
     gold = attention[attention["item"] == attention["gold_position"]]
     low, high = gold["attention_ci_low"], gold["attention_ci_high"]
-    assert gold["attention"].between(low, high).all() and (low < high).all()
+    assert gold["attention"].between(low, high).all()
+    # A window of the newest tokens gives an item before it exactly nothing.
+    assert ((low < high) | (gold["attention"] == 0)).all() and (low >= 0).all()
     assert attention.drop(gold.index)["attention_ci_low"].isna().all()
     metrics = pd.read_csv(run / "metrics.csv")
     assert set(metrics["method"]) == {"none", "scale_channel"} and set(

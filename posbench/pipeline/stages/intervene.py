@@ -94,7 +94,7 @@ def _mean_attention(
             low, high = np.full((2, *mean.shape), np.nan)
             for layer, weights in enumerate(values[:, :, position].T):
                 interval = difference(weights, questions[position])
-                low[layer, position] = interval.ci_low
+                low[layer, position] = max(interval.ci_low, 0.0)
                 high[layer, position] = interval.ci_high
             columns = (
                 run.model.name,
