@@ -97,6 +97,20 @@ def test_the_libraries_return_these_orders_today(size) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", range(1, 13))
+def test_llama_index_returns_langchain_s_orders_today(size) -> None:
+    postprocessor = pytest.importorskip("llama_index.core.postprocessor")
+    schema = pytest.importorskip("llama_index.core.schema")
+    ranked = [
+        schema.NodeWithScore(node=schema.TextNode(text=str(index)), score=-index)
+        for index in range(size)
+    ]
+    reordered = postprocessor.LongContextReorder().postprocess_nodes(ranked)
+    order = [int(node.node.text) for node in reordered]
+    assert order == ORDERS["langchain"][str(size)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", range(1, 13))
 def test_haystack_returns_these_orders_today(size) -> None:
     rankers = pytest.importorskip("haystack.components.rankers")
     haystack = pytest.importorskip("haystack")
