@@ -120,7 +120,7 @@ class CropMask(shared.GoldStudy):
         num_variants = 1 + len(self._changes())
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         passes = InspectionPasses(examples, times=num_variants, replies=num_variants)
-        return [passes, *self.reading(examples)]
+        return [passes, *self.lead_passes(examples)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""

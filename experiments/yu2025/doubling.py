@@ -77,7 +77,7 @@ class Doubling(shared.GoldStudy):
         """See :meth:`Study.workload`."""
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         passes = InspectionPasses(examples, times=0, replies=len(MODE_LABELS))
-        return [passes, *self.reading(examples)]
+        return [passes, *self.lead_passes(examples)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.

@@ -185,19 +185,19 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
         _cause_section(facts, {n: drawn[n] for n in ("ranks",) if n in drawn}),
         Section("Use it", block=facts["recipe"]),
     ]
-    shown = [
+    filled_sections = [
         section
         for section in sections
         if section.block or section.rows or section.figures
     ]
     questions = questions_section(open_run_dir(folder))
     if questions:
-        shown.insert(1, questions)
+        filled_sections.insert(1, questions)
     write_page(
         target,
         f"{log}: order of the documents",
         order_glance(facts),
-        shown,
+        filled_sections,
         [folder.name.split("__")[0]],
         provenance={"command": command, "run": str(folder)},
         runs=[folder],
@@ -262,21 +262,21 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
     if verdict == USE:
         tone = "good"
         gained = rows[facts["policy"]]["difference"]
-        sentence = f"Use {facts['policy']}: {gained:.1f} points more are right than with the prompts as retrieved."
+        sentence = f"Use {facts['policy']}: {gained:.1f} points more are right than with the prompts as retrieved"
         if facts["recipe"]:
-            sentence = f"{sentence.removesuffix('.')}; its code is under Use it."
+            sentence += "; its code is under Use it"
     elif verdict == LEAVE:
-        sentence = "Leave the prompts as they are retrieved: no change of them gains enough to matter."
+        sentence = "Leave the prompts as they are retrieved: no change of them gains enough to matter"
     elif verdict == CANNOT_DO:
         sentence = (
-            "The model cannot answer these questions under any order of the documents."
+            "The model cannot answer these questions under any order of the documents"
         )
     else:
-        sentence = "These questions do not tell whether a change of the prompt helps."
+        sentence = "These questions do not tell whether a change of the prompt helps"
         if needed:
-            sentence = f"{sentence.removesuffix('.')}; about {needed:,} in all would."
+            sentence += f"; about {needed:,} in all would"
     glance = Glance(
-        verdict_words(facts), tone, sentence, tuple(numbers), details=details
+        verdict_words(facts), tone, f"{sentence}.", tuple(numbers), details=details
     )
     if verdict == CANNOT_TELL:
         # Only more questions, or a larger budget, would change the answer.

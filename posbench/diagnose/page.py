@@ -16,7 +16,7 @@ from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
 from posbench.report.curve import curve_of_run
 from posbench.report.folder import read_csv, study_tables
-from posbench.report.glance import TONES, scores_glance
+from posbench.report.glance import EXPORT_PURPOSE, TONES, scores_glance
 from posbench.report.page import attention_section, run_links, write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.report.tables import describe_positions, position_table
@@ -52,7 +52,7 @@ LABEL = "position bias"
 MAX_PROMPT_CHARACTERS = 2000
 """Characters of the prompt on the page; of a longer one the middle is left out."""
 PURPOSES = {
-    FIXED: "writes the fix as files that others load",
+    FIXED: EXPORT_PURPOSE,
     BIAS: "goes on from here",
     NOT_FIXED: "goes on from here",
     CANNOT_TELL: "asks what would tell",
@@ -79,8 +79,9 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
         The path of the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    first_look = glance(diagnosis)
     data = _plain(diagnosis.as_data())
-    data |= {"command": command, "sentence": glance(diagnosis).sentence}
+    data |= {"command": command, "sentence": first_look.sentence}
     write_json(folder / JSON_FILE, data)
     write_text(folder / BADGE_FILE, badge(diagnosis.verdict))
     title = f"{diagnosis.model}, {diagnosis.task}: diagnosis"
@@ -88,7 +89,7 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
     return write_page(
         folder,
         title,
-        glance(diagnosis),
+        first_look,
         sections,
         [diagnosis.model],
         provenance={"command": command, "seconds": dict(diagnosis.seconds)},

@@ -16,8 +16,8 @@ from posbench.report.template import render_html
 from posbench.stats import frames
 from posbench.stats.findings import estimate_columns
 
-LEFT, TOP, WIDTH, HEIGHT = 30, 34, 314, 170
-"""Place and size of the plane in an SVG that is 360 units wide and 240 high."""
+PLANE_LEFT, PLANE_TOP, PLANE_WIDTH, PLANE_HEIGHT = 30, 34, 314, 170
+"""Of the rectangle between the axes, in an SVG that is 360 units wide and 240 high."""
 MAX_LABEL_CHARACTERS = 36
 """Characters of a line's name above the plane."""
 MAX_BANDS = 4
@@ -152,7 +152,12 @@ def draw(lines: Sequence[Line], metric: str) -> str:
         lines=shapes,
         metric=metric,
         x_label=plot.DEPTH_LABEL,
-        plane=(LEFT, TOP, LEFT + WIDTH, TOP + HEIGHT),
+        plane=(
+            PLANE_LEFT,
+            PLANE_TOP,
+            PLANE_LEFT + PLANE_WIDTH,
+            PLANE_TOP + PLANE_HEIGHT,
+        ),
         has_bands=len(lines) <= MAX_BANDS,
         y_ticks=[(tick, _y(tick / 100)) for tick in range(0, 101, 20)],
         x_ticks=[(tick, _x(tick / 100)) for tick in range(0, 101, 20)],
@@ -188,12 +193,12 @@ def _points(line: Line, metric: str) -> list[dict[str, Any]]:
 
 def _x(depth: float) -> float:
     """Horizontal place of a depth (0..1), in units of the SVG."""
-    return round(LEFT + WIDTH * depth, 1)
+    return round(PLANE_LEFT + PLANE_WIDTH * depth, 1)
 
 
 def _y(share: float) -> float:
     """Vertical place of a score (0..1), in units of the SVG."""
-    return round(TOP + HEIGHT * (1 - share), 1)
+    return round(PLANE_TOP + PLANE_HEIGHT * (1 - share), 1)
 
 
 def _path(points: Any) -> str:

@@ -191,8 +191,8 @@ class Questions:
         example = self.examples.prompts.get(name)
         if example is None:
             return None
-        asked = {row.get("prompt") for row in self.examples.rows[name]}
-        return example if prompt_digest(example) in asked else None
+        digests_asked = {row.get("prompt") for row in self.examples.rows[name]}
+        return example if prompt_digest(example) in digests_asked else None
 
     def _maps(self, name: str, num_items: int, top: float) -> dict[str, str]:
         """Return the attention of a question by the number of its method, as bytes in base64.

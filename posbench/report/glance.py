@@ -71,6 +71,7 @@ TIME_PHRASES = {
     "speedup": ("is {} times as fast as", "times the speed"),
 }
 """How a column of measured times reads in a sentence, and its unit."""
+EXPORT_PURPOSE = "writes the fix as files that others load"
 NOTHING = Glance("nothing scored", "open", "Nothing was scored in this run.")
 
 
@@ -227,21 +228,19 @@ def _bias_sentence(
             return f"{text} that favours no part of the prompt as a whole."
         return f"{text}: {SHAPES[shape]}."
     change = _estimate(metrics, method, "difference")
-    before = _points(_estimate(metrics, base, "position_bias"))
-    after = _points(_estimate(metrics, method, "position_bias"))
+    bias_before = _points(_estimate(metrics, base, "position_bias"))
+    bias_after = _points(_estimate(metrics, method, "position_bias"))
     if verdict.name == NOT_FIXED:
         if change and change.ci_high < 0 and "lowers the average" in verdict.reason:
             fall = _points(Estimate(-change.value, *change[1:]))
             return f"{method} is no fix: it lowers the average of {model} by {fall} points."
         return (
             f"{method} removes less than half of the position bias of {model}: "
-            f"{before} points before, {after} after."
+            f"{bias_before} points before, {bias_after} after."
         )
-    if not after:
+    if not bias_after:
         return f"{method} removes the position bias of {model}: nearly all its answers are right."
-    text = (
-        f"{method} lowers the position bias of {model} from {before} to {after} points"
-    )
+    text = f"{method} lowers the position bias of {model} from {bias_before} to {bias_after} points"
     averages = [_estimate(metrics, name) for name in (base, method)]
     shares = [f"{100 * a.value:z.1f} %" for a in averages if a]
     if len(shares) < 2:
@@ -586,7 +585,7 @@ def _step_after_scores(
     in_process = is_in_process(config.get("model"))
     if word == FIXED and in_process and not is_prompt_change:
         command = f"posbench export {name} --to transformers --out fix"
-        return command, "writes the fix as files that others load"
+        return command, EXPORT_PURPOSE
     if word == NOT_FIXED and in_process:
         words = ["posbench study=remedies", *subject]
         return " ".join(words), "asks the same questions under every remedy"

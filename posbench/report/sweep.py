@@ -455,18 +455,10 @@ def _scores_glance(folder: Path, summary: pd.DataFrame) -> Glance:
             f"Over {count}, {biases}.",
             *sentences,
         ]
-    command = purpose = ""
-    if verdicts.get(best.runs[0] if best.runs else "") == FIXED:
-        (run,) = (r for r in sweep_runs(folder) if r.match(str(best.runs[0])))
-        found = run_glance(run)
-        command, purpose = found.next, found.purpose
-    elif len(scored) > 1 and "run" in summary:
+    command, purpose = "", ""
+    if "run" in summary:
         worst = min(scored, key=lambda setting: setting.average.value)
-        if worst is not best:
-            ends = (worst, best)
-            hashes = [setting.runs[0].rpartition("__")[2] for setting in ends]
-            command = f"posbench compare {' '.join(hashes)}"
-            purpose = "compares the lowest and the highest average, prompt by prompt"
+        command, purpose = _step_after_sweep(folder, verdicts, worst, best)
     return Glance(
         word,
         tone,
@@ -476,6 +468,31 @@ def _scores_glance(folder: Path, summary: pd.DataFrame) -> Glance:
         purpose,
         details=" ".join(details),
     )
+
+
+def _step_after_sweep(
+    folder: Path, verdicts: Mapping[str, str], worst: _Setting, best: _Setting
+) -> tuple[str, str]:
+    """The command after a sweep and what it does; empty where nothing is to be done.
+
+    Args:
+        folder: The sweep.
+        verdicts: The verdict on each run, by its name in the summary.
+        worst: The setting with the lowest average.
+        best: The one with the highest.
+    """
+    best_run, worst_run = best.runs[0], worst.runs[0]
+    if verdicts.get(best_run) == FIXED:
+        name = Path(best_run).name
+        for run in sweep_runs(folder):
+            if run.name == name:
+                glance = run_glance(run)
+                return glance.next, glance.purpose
+    if worst is best:
+        return "", ""
+    hashes = [run.rpartition("__")[2] for run in (worst_run, best_run)]
+    purpose = "compares the lowest and the highest average, prompt by prompt"
+    return f"posbench compare {' '.join(hashes)}", purpose
 
 
 def _number(name: str, setting: _Setting, row: Any, unit: str) -> Number:

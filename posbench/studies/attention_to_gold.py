@@ -149,7 +149,7 @@ class AttentionToGold(shared.GoldStudy):
             InspectionPasses(examples, times=1, replies=1, shared=True)
             for examples in examples_by_task
         ]
-        measured_passes += self.reading([*chain.from_iterable(examples_by_task)])
+        measured_passes += self.lead_passes([*chain.from_iterable(examples_by_task)])
         head_examples = sort_by_gold_position(examples_by_task[0], HEAD_EXAMPLES)
         measured_passes.append(InspectionPasses(head_examples, times=1, shared=True))
         return measured_passes

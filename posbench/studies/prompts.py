@@ -232,7 +232,7 @@ class GoldStudy(Study):
             examples = examples_at_answer(run, examples, task)
         return Prompts.of(run, examples=examples, task=task)
 
-    def reading(self, examples: Sequence[Example]) -> list[InspectionPasses]:
+    def lead_passes(self, examples: Sequence[Example]) -> list[InspectionPasses]:
         """Workload of finding where the answer begins."""
         if self.read_at == "prompt":
             return []
