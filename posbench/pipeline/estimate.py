@@ -359,8 +359,9 @@ def measure_speed(
     Returns:
         Seconds per operation of reading, and seconds per step of writing.
     """
-    asks_evaluation = {"intervene", "evaluate"} & set(run.stages)
-    examples = run.examples("evaluation" if asks_evaluation else "calibration")
+    # A file may have too few questions for calibration where nothing is searched.
+    only_searches = set(run.stages) <= {"search", "report"}
+    examples = run.examples("calibration" if only_searches else "evaluation")
     encoded = run.prompts.encode(examples)
     batches = run.prompts.batches(examples, encoded)
     stride = max(len(batches) // TIMED_BATCHES, 1)
