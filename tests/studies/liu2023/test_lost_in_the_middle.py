@@ -27,6 +27,9 @@ from posbench.report.glance import run_glance
 from posbench.stats.bootstrap import Estimate, detectable
 from posbench.stats.verdict import run_verdict
 from posbench.studies.probes import question_alone, with_documents
+from posbench.tasks import Example
+from posbench.tasks.base import Split
+from posbench.tasks.kv_retrieval import KVRetrieval
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
 from tests.messages import assert_names
@@ -448,6 +451,22 @@ def test_a_budget_of_time_stops_after_whole_questions(
     assert 0 < assert_every_question(rows) < 24
     assert seconds[0] <= 110
     assert_names(result.out, "budget")
+
+
+def test_a_budget_of_time_needs_no_questions_for_a_calibration(
+    posbench: Call, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is searched, so a file may have no questions beyond those that are asked."""
+    examples = KVRetrieval.examples
+
+    def too_few(task: KVRetrieval, split: Split) -> list[Example]:
+        assert split == "evaluation", "no questions are left"
+        return examples(task, split)
+
+    monkeypatch.setattr(KVRetrieval, "examples", too_few)
+    result = posbench(*KV, *ON_TINY, "task.limit=2", "budget=10min")
+    assert result.status == 0, result.err
+    assert assert_every_question(rows_of(only_folder(outputs))) == 2
 
 
 # Settings
