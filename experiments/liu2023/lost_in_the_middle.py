@@ -39,7 +39,7 @@ from posbench.stats.findings import (
     join_findings,
 )
 from posbench.stats.frames import UNMODIFIED
-from posbench.stats.glance import Glance, Number, Tone, first_short
+from posbench.stats.glance import Glance, Number, first_short
 from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import detectable_difference
 from posbench.stats.scores import Tabulator, score_frame
@@ -61,6 +61,8 @@ SOURCE = "Liu et al. 2023"
 FIRST_LINE_READING = "first line"
 WHOLE_READING = "whole reply"
 LEFT_OUT = "left out"
+TOLD_APART = 0.2
+"""Difference between ends and middle for which a larger run is proposed where nothing can be told."""
 """In place of a verdict: prompts with so many items were not asked."""
 PAPER_CLOSED_BOOK_ITEMS = 20
 """Documents from which on the paper finds the middle below the closed book."""
@@ -718,7 +720,7 @@ def _judge(
 
 
 def first_look(tables: Tables) -> Glance:
-    """Return how many numbers of items show a position bias, and the curve with the most items.
+    """Return with which numbers of items there is a position bias, and the curve with the most items.
 
     Args:
         tables: ``cells`` and ``verdicts``, as read back.
@@ -744,12 +746,6 @@ def first_look(tables: Tables) -> Glance:
         )
         for name, place in places.items()
     )
-    if len(asked) == 1:
-        sentence = f"With {last['setting']} the verdict is: {last['verdict']}."
-    else:
-        sentence = (
-            f"Of {len(asked)} numbers of items, {len(biased)} show a position bias."
-        )
     if len(biased):
         word = (
             BIAS
@@ -760,13 +756,35 @@ def first_look(tables: Tables) -> Glance:
         shapes = {str(shape) for shape in biased["shape"].dropna() if shape}
         shape = f" ({shapes.pop()})" if len(shapes) == 1 else ""
         full = f"There is a position bias with {named}{shape}."
-        return Glance(
-            word, "bad", first_short(full, sentence), numbers, details=details
-        )
+        short = f"There is a position bias with {len(biased)} of {len(asked)} lengths."
+        return Glance(word, "bad", first_short(full, short), numbers, details=details)
     words = set(asked["verdict"])
     word = words.pop() if len(words) == 1 else "no bias shown"
-    tone: Tone = "good" if word == NO_BIAS else "open"
-    return Glance(word, tone, sentence, numbers, details=details)
+    if word == NO_BIAS:
+        named = " and ".join(asked["setting"])
+        sentence = f"With {named} there is no position bias worth naming."
+        return Glance(word, "good", sentence, numbers, details=details)
+    if word == CANNOT_DO:
+        sentence = "The model cannot do this task: a position bias could not show."
+        return Glance(word, "open", sentence, numbers, details=details)
+    named = " and ".join(asked.loc[asked["verdict"] != NO_BIAS, "setting"])
+    told = f"cannot be told from {_questions(asked, cells)}"
+    full = f"Whether the position of the answer matters with {named} {told}."
+    short = f"Whether the position of the answer matters {told}."
+    glance = Glance(word, "open", first_short(full, short), numbers, details=details)
+    spread = asked["detectable"].max()
+    if pd.isna(spread):
+        return glance
+    # The interval of a mean shrinks with the root of the questions.
+    needed = math.ceil(_num_questions(asked, cells) * (spread / TOLD_APART) ** 2)
+    run = "experiment=liu2023"
+    if not last["setting"].endswith("documents"):
+        run = "study=lost_in_the_middle"
+    return replace(
+        glance,
+        next=f"posbench {run} study.questions={needed}",
+        purpose=f"about so many questions tell {100 * TOLD_APART:.0f} points apart",
+    )
 
 
 def describe_result(tables: Tables) -> str:
@@ -809,8 +827,7 @@ def describe_result(tables: Tables) -> str:
     texts += _reading_differences(verdicts, main)
     first = verdicts[verdicts["reading"] == main]
     spread = first["detectable"].max()
-    questions = int(first["n"].max() // _num_positions(shown))
-    asked = "1 question" if questions == 1 else f"{questions:,} questions"
+    asked = _questions(first, shown)
     told = "too few to tell anything"
     if not pd.isna(spread):
         told = (
@@ -822,10 +839,17 @@ def describe_result(tables: Tables) -> str:
     return " ".join(texts)
 
 
-def _num_positions(cells: pd.DataFrame) -> int:
-    """The most gold positions of a setting."""
+def _num_questions(verdicts: pd.DataFrame, cells: pd.DataFrame) -> int:
+    """How many questions were asked at each position."""
     placed = cells[cells["gold_position"] != "all"]
-    return int(placed.groupby("setting")["gold_position"].nunique().max())
+    positions = int(placed.groupby("setting")["gold_position"].nunique().max())
+    return int(verdicts["n"].max() // positions)
+
+
+def _questions(verdicts: pd.DataFrame, cells: pd.DataFrame) -> str:
+    """The same in words."""
+    questions = _num_questions(verdicts, cells)
+    return "1 question" if questions == 1 else f"{questions:,} questions"
 
 
 def _reading_differences(verdicts: pd.DataFrame, main: str) -> list[str]:

@@ -604,6 +604,35 @@ def test_a_detectable_effect_is_detected_in_four_of_five_samples() -> None:
     assert np.mean(means - half > 0) == pytest.approx(0.8, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("verdict", "next_step"),
+    [
+        # Half the interval takes four times the questions.
+        ("cannot tell", "posbench experiment=liu2023 study.questions=40"),
+        ("cannot do the task", ""),
+        ("no bias", ""),
+    ],
+)
+def test_only_what_cannot_be_told_is_asked_again(verdict: str, next_step: str) -> None:
+    reading = {"reading": "first line", "value": 0.5, "ci_low": 0.2, "ci_high": 0.8}
+    cells = [
+        {"setting": "10 documents", "gold_position": str(p), "depth": p / 9, **reading}
+        for p in (0, 4, 9)
+    ]
+    cells.append({"setting": "closed_book", "gold_position": "all", **reading})
+    row = dict.fromkeys(VERDICT_COLUMNS) | {
+        "setting": "10 documents",
+        "items": 10,
+        "reading": "first line",
+        "verdict": verdict,
+        "n": 30,
+        "detectable": 0.4,
+    }
+    data = {"cells": pd.DataFrame(cells), "verdicts": pd.DataFrame([row])}
+    glance = lost_in_the_middle.first_look(data)
+    assert (glance.word, glance.next) == (verdict, next_step)
+
+
 def test_a_figure_has_a_line_for_each_length_and_two_levels(
     served: dict[str, Any],
 ) -> None:
