@@ -160,16 +160,20 @@ class LostInTheMiddle(Study):
         """See :meth:`Study.asked_examples`."""
         return [e for s in self.settings(encoder, task) for e in s.examples]
 
+    def recorded_examples(self, task: Task) -> list[Example]:
+        """See :meth:`Study.recorded_examples`; with prompts that the window may not have held."""
+        return [e for s in self.settings(None, task) for e in s.examples]
+
     def workload(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.workload`."""
         examples = self.asked_examples(run.encoder, run.task, {})
         return [InspectionPasses(examples, times=0, replies=1, shared=True)]
 
-    def settings(self, encoder: Encoder, task: Task) -> list[Setting]:
+    def settings(self, encoder: Encoder | None, task: Task) -> list[Setting]:
         """Return the settings that the model's window holds, by number of items, then the baselines.
 
         Args:
-            encoder: Makes the model's prompts.
+            encoder: Makes the model's prompts; None: the window holds all.
             task: The task with the largest number of items that is asked.
         """
         assert isinstance(task, GoldPositionTask), "another task was refused"
@@ -183,10 +187,11 @@ class LostInTheMiddle(Study):
             positions = positions_in_fewer_items(task.positions, task.items, items)
             sized = replace(task, **fixed, **{field: items}, positions=positions)
             examples = sized.evaluation()
-            if _fits(encoder, sized, examples):
+            if encoder is None or _fits(encoder, sized, examples):
                 name = f"{items} {field}"
                 settings.append(Setting(name, items, sized, _named(name, examples)))
         if not settings:
+            assert encoder is not None, "without a window all fit"
             least = min(self._sizes(task))
             window = encoder.context_window
             allowed = f"numbers of {field} that fit the window: prompt and reply exceed {window} tokens with {least}"

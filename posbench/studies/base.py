@@ -74,6 +74,10 @@ class Study(ABC):
         """
         return []
 
+    def recorded_examples(self, task: Task) -> list[Example]:
+        """Return the prompts whose replies its run keeps, made without the model, to be shown beside these."""
+        return task.evaluation()
+
     def workload(self, run: Run) -> Sequence[InspectionPasses | StudyWorkload]:
         """Upper bound of its workload; empty where it is not known in advance."""
         return ()

@@ -23,7 +23,10 @@ from liu2023.lost_in_the_middle import (
     VERDICT_COLUMNS,
     judge_claims,
 )
+from posbench.report.failures import RunExamples
 from posbench.report.glance import run_glance
+from posbench.run.folder import open_run_dir
+from posbench.run.reply_rows import prompt_digest
 from posbench.stats.bootstrap import Estimate, detectable
 from posbench.stats.verdict import run_verdict
 from posbench.studies.probes import question_alone, with_documents
@@ -167,6 +170,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "folder": only_folder(root / "study"),
         "plain": only_folder(root / "plain"),
     }
+
+
+def test_its_prompts_can_be_shown_beside_their_replies(served: dict[str, Any]) -> None:
+    rows = rows_of(served["folder"])
+    run = open_run_dir(served["folder"])
+    shown = RunExamples.of(run, run.config()).prompts
+    assert {row["id"]: row["prompt"] for row in rows} == {
+        name: prompt_digest(shown[name]) for name in shown
+    }
+    assert "closed_book/0-0" in shown
 
 
 def test_accuracies_are_those_of_the_reader_on_prompts_made_here(
