@@ -24,7 +24,8 @@ from posbench.report.curve import curve_of_methods
 from posbench.report.folder import need_destination, read_csv
 from posbench.report.glance import comparison_glance
 from posbench.report.index import cut_text, differing_settings, estimate_cell
-from posbench.report.page import run_links, write_page
+from posbench.report.links import run_links
+from posbench.report.page import write_page
 from posbench.report.summaries import RunSummary, read_config_as_run, read_summaries
 from posbench.report.tables import (
     has_missing_note,

@@ -38,12 +38,8 @@ from posbench.report.folder import (
     sweep_runs,
 )
 from posbench.report.glance import TONES, findings_glance, run_glance
-from posbench.report.page import (
-    VERDICT_RULE,
-    embedded_figure,
-    run_links,
-    write_page,
-)
+from posbench.report.links import link_to_parents, run_links
+from posbench.report.page import VERDICT_RULE, embedded_figure, write_page
 from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, show_table
 from posbench.report.text import MAX_LISTED, study_answer, title, verdict_table
@@ -317,16 +313,26 @@ def summarise_again(folder: Path, console: Console) -> None:
 
 
 def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -> Path:
-    """Draw the figures of a sweep and write its report.html, whose path is returned.
+    """Draw the figures of a sweep, write its report.html, and link to it from the pages of its runs.
 
     Args:
         folder: The sweep.
         command: The command that makes it; empty takes the one that its manifest records.
         formats: Further formats of figures, see :func:`posbench.plots.base.save`.
 
+    Returns:
+        The path of report.html.
+
     Raises:
         UserError: The sweep has neither scores nor verdicts, or a file cannot be read.
     """
+    page = _write_page(folder, command, formats)
+    link_to_parents(sweep_runs(folder))
+    return page
+
+
+def _write_page(folder: Path, command: str, formats: Iterable[str]) -> Path:
+    """Draw the figures of a sweep and write its report.html; arguments as of :func:`render_sweep`."""
     need_files(
         folder,
         "a sweep folder (it holds summary.csv)",

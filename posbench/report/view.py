@@ -10,7 +10,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.report import index
 from posbench.report.console import Record
-from posbench.report.page import page_address, run_address
+from posbench.report.links import page_address, run_address
 from posbench.report.template import render_html
 
 PAGE_FILE = "index.html"
