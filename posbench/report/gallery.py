@@ -15,7 +15,8 @@ from posbench.plots.base import FORMATS
 from posbench.report.collect import Entry, Panel, collect_entries
 from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_destination
-from posbench.report.links import PAGE, rebase_links
+from posbench.report.glance import findings_glance
+from posbench.report.links import PAGE, PageHead, read_head, rebase_links
 from posbench.report.page import figure_size
 from posbench.report.tables import latex
 from posbench.report.template import render_html
@@ -130,6 +131,7 @@ def _write_entry(entry: Entry, root: Path, out: Path) -> dict[str, Any]:
     figures = [_copy_figure(entry, panel, root) for panel in entry.panels]
     return {
         "name": entry.name,
+        "head": _head_of(entry),
         "title": heading(entry),
         "covers": ", ".join(entry.experiment.get("covers") or ()),
         "shows": paper_shows(entry),
@@ -141,6 +143,19 @@ def _write_entry(entry: Entry, root: Path, out: Path) -> dict[str, Any]:
         "figures": figures,
         "tables": _write_tables(entry, root),
     }
+
+
+def _head_of(entry: Entry) -> PageHead | None:
+    """What an entry says first: what its only page does, else how its claims fared; None with several and no claims."""
+    pages = [result.folder / PAGE for result in entry.results]
+    if len(pages) == 1 and pages[0].is_file():
+        head = read_head(pages[0])
+        if head.word:
+            return head
+    if not len(entry.findings):
+        return None
+    glance = findings_glance(entry.findings)
+    return PageHead(heading(entry), glance.word, glance.tone, glance.sentence)
 
 
 def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:

@@ -17,6 +17,7 @@ from posbench.report.folder import read_json, sweep_runs
 from posbench.report.template import render_html
 from posbench.run.folder import JOBS, open_run_dir
 from posbench.run.lease import owning
+from posbench.stats.glance import Tone
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ PARENT_FILES = (
 )
 """Files that name the runs of a sweep, a diagnosis or a comparison of orders, below a folder of outputs."""
 PAGE_TITLE = re.compile(r"<title>(.*?)(?: - posbench)?</title>", re.DOTALL)
+CHIP = re.compile(r'<p class="chip (\w+)">(.*?)</p>', re.DOTALL)
+RESULT = re.compile(r'<p class="result">(.*?)</p>', re.DOTALL)
+TAG = re.compile("<[^>]*>")
 RELATIVE_LINK = re.compile(r'(?<=\s)href="(?!#|[a-z]+:)([^"]+)"')
 PARENT_LINKS = re.compile(r'<p class="parents".*?</p>', re.DOTALL)
 """The place on a run's page for links to its parents, empty or not."""
@@ -68,6 +72,36 @@ def page_address(page: Path, folder: Path) -> str:
     """The address of a page relative to a folder, as a link has it."""
     relative = os.path.relpath(page.absolute(), folder.absolute())
     return urllib.parse.quote(Path(relative).as_posix())
+
+
+class PageHead(NamedTuple):
+    """What a page says first; empty texts for a page without a verdict.
+
+    Attributes:
+        title: Its title; of a page without one the name of its folder.
+        word: The verdict in a word or a few.
+        tone: ``good``, ``bad`` or ``open``.
+        sentence: The result in a sentence.
+    """
+
+    title: str
+    word: str = ""
+    tone: Tone = "open"
+    sentence: str = ""
+
+
+def read_head(page: Path) -> PageHead:
+    """Read what a page says first, which stands at its beginning in the words of its glance."""
+    text = page.read_text(encoding="utf-8", errors="replace")
+    title = PAGE_TITLE.search(text)
+    name = html.unescape(title[1]) if title else page.parent.name
+    chip = CHIP.search(text)
+    if not chip:
+        return PageHead(name)
+    tone: Tone = "good" if chip[1] == "good" else "bad" if chip[1] == "bad" else "open"
+    sentence = RESULT.search(text)
+    plain = TAG.sub("", sentence[1]).replace("\u00a0", " ") if sentence else ""
+    return PageHead(name, html.unescape(chip[2]), tone, html.unescape(plain))
 
 
 def rebase_links(text: str, old: Path, new: Path) -> str:
@@ -148,19 +182,13 @@ def _parents_of_runs(outputs: Path) -> dict[Path, list[ParentPage]]:
             except UserError as error:
                 log.warning("%s: passed over (%s)", file, error)
                 continue
-            name = _title_of(page)
+            name = read_head(page).title
             if file.name == JOBS:
                 count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
                 name = f"sweep of {count}: {name}"
             for run in runs:
                 parents.setdefault(run, []).append(ParentPage(name, page))
     return parents
-
-
-def _title_of(page: Path) -> str:
-    """The title of a page; the name of its folder where it has none."""
-    match = PAGE_TITLE.search(page.read_text(encoding="utf-8", errors="replace"))
-    return html.unescape(match[1]) if match else page.parent.name
 
 
 def _runs_named_in(file: Path, outputs: Path) -> Iterator[Path]:
