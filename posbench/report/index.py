@@ -46,10 +46,10 @@ RESUMED = {
     "killed": "goes on where the run was stopped",
     "failed": "goes on where the run failed",
     "incomplete": "asks what has no answer yet",
-    "mixed": "makes the run again from one content of its files",
+    "mixed": "a file changed under the run",
     "damaged": "makes damaged files again",
 }
-"""What the command of a run does that is not done, by state."""
+"""What the command of a run does that is not done, or why it must be made again, by state."""
 
 
 class Layout(NamedTuple):
@@ -556,6 +556,8 @@ def next_line(records: Sequence[Record]) -> str:
         if state in RESUMED:
             command = open_run_dir(folder).command
             purpose = RESUMED[state]
+            if state == "mixed" and command:
+                command = f"remove {folder}, then {command}"
         elif state == "done" and record["verdict"]:
             from posbench.report.glance import run_glance
 

@@ -438,6 +438,13 @@ def test_a_list_ends_with_units_and_the_next_command(outputs: Path) -> None:
         next_line(found)
         == "next: posbench -m x  (after bbbb0003: goes on where the run failed)"
     )
+    for state, begin in (
+        ("incomplete", "posbench -m x  (after"),
+        ("mixed", f"remove {folder}, then posbench -m x  (after"),
+    ):
+        changed = [{**record} for record in found[1:]]
+        changed[0]["state"] = state
+        assert next_line(changed).startswith(f"next: {begin} bbbb0003: ")
     (newest, *_) = done = records(outputs, ["run=aaaa*"])
     glance = run_glance(Path(newest["folder"]))
     assert next_line(done) == f"next: {glance.next}  (after aaaa0002: {glance.purpose})"

@@ -95,7 +95,14 @@ def test_only_the_links_of_an_intact_page_are_written(
         link_to_parents(runs)
     assert (runs[0] / "report.html").read_text() == before
     assert str(runs[0]) in caplog.text
+    # Damage elsewhere in a run is still seen after its page was written.
+    table = runs[0] / "metrics.csv"
+    intact = table.read_text()
+    table.write_text(intact.replace("0", "1"))
     link_to_parents(runs)
+    assert RunDir(runs[0]).damaged() == ["metrics.csv"]
+    table.write_text(intact)
+    assert not RunDir(runs[0]).damaged()
     assert (runs[1] / "report.html").read_text() == damaged
     assert RunDir(runs[1]).damaged() == ["report.html"]
     (name, page) = parents_of(runs[0])[1]
