@@ -27,6 +27,7 @@ from posbench.plots.section import Section
 from posbench.report.console import make_console, show_glance, show_link
 from posbench.report.explorer import questions_section
 from posbench.report.folder import read_json, study_tables
+from posbench.report.links import link_to_parents
 from posbench.report.page import write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.report.terminal import show_table
@@ -203,6 +204,7 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
         runs=[folder],
     )
     write_json(target / VERDICT_FILE, facts)
+    link_to_parents([folder])
     return facts
 
 

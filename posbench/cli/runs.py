@@ -55,10 +55,11 @@ def ls_runs(args: list[str]) -> int:
 
     A filter is ``column=value`` (run, folder, model, task, method, study, state), ``key=value`` of a
     setting, with ``*`` for anything, or a word of a row. A run has one line: its hash, what ran, the settings
-    in which it differs from runs of the same kind, the verdict, score and position bias of the method in %
-    and points, and age; a wide terminal has 95 % intervals, too. A run that is not done has its state in place
-    of the verdict: running, killed, failed, incomplete (some rows failed), mixed (a file changed under it),
-    damaged. A pipe gets TSV with all numbers.
+    in which it differs from runs of the same kind, the verdict that its page begins with, score and position
+    bias of the method in % and points with 95 % intervals where there is room, and age. A run that is not done
+    has its state in place of the verdict: running, killed, failed, incomplete (some rows failed), mixed (a file
+    changed under it), damaged. The last line is the command to run after the newest one. A pipe gets TSV with
+    all numbers.
 
     example: posbench ls runs model=tiny task.pairs=12 state=done
     """
@@ -80,7 +81,11 @@ def ls_runs(args: list[str]) -> int:
         # As a title of the table it would break where the table ends.
         console.print(index.list_title(records), highlight=False, style="italic")
         if records:
-            console.print(index.run_table(records, console.width))
+            table = index.run_table(records, console.width)
+            console.print(table)
+            for line in (index.legend(table), index.next_line(records)):
+                if line:
+                    console.print(line)
     else:
         show_lists({index.list_title(records): records}, "--json" in remaining)
     return 0

@@ -148,6 +148,8 @@ MIN_PROMPT_QUESTIONS = 10
 """Fewest questions at each position for which changed prompts are raced."""
 PROMPT_COST = 12
 """Prompts that a question takes there: the changes of the prompt, some of which are longer, until losers drop out."""
+PROMPT_OVERRIDES = ("study=order", "study.probes=0")
+"""The study that races changed prompts."""
 RACE_PROMPTS = 48
 """Calibration prompts of the race, in a default budget."""
 MIN_HELD_BACK = 30
@@ -279,9 +281,8 @@ class Course:
         estimate = estimate_served(config, profile, encoder)
         if not self.allowance.budget.prompts:
             questions = self._typed_limit(PROMPT_QUESTIONS)
-            changed = self.runs.prepare(
-                self._prompt_overrides(questions), method=None, stages="study"
-            )
+            overrides = [*PROMPT_OVERRIDES, *self._three_positions(questions)]
+            changed = self.runs.prepare(overrides, method=None, stages="study")
             estimate = estimate.plus(estimate_served(changed, profile, encoder))
         line = f"{estimate.line(config.model.concurrency)}; fewer where these tell the shape; at most {budget}"
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -501,22 +502,15 @@ class Course:
         examples = self._source_examples()
         if examples < MIN_SOURCE_EXAMPLES:
             return
-        part_overrides = [
-            "study=bias_source",
-            f"study.examples={examples}",
-            f"task.positions={_ends_and_middle(self.task.gold_positions)}",
-            f"task.limit={examples}",
-        ]
-        try:
-            folder = self.runs.execute(
-                "source",
-                part_overrides,
-                prompts=SOURCE_PROMPTS_PER_QUESTION * examples,
-                stages="study",
-                in_process=True,
-            )
-        except UserError as error:
-            diagnosis.source_note = f"{error.field}: {error.allowed}"
+        folder, refusal = self._run_study(
+            "source",
+            ["study=bias_source", f"study.examples={examples}"],
+            examples,
+            prompts=SOURCE_PROMPTS_PER_QUESTION * examples,
+            in_process=True,
+        )
+        if folder is None:
+            diagnosis.source_note = refusal
             return
         findings = read_csv(folder / "findings.csv")
         assert findings is not None, "the study writes it"
@@ -552,23 +546,19 @@ class Course:
             END_SHARES["structure"]
         ):
             return
-        overrides = [
-            "study=structure",
-            f"study.examples={STRUCTURE_QUESTIONS}",
-            f"study.prompts={STRUCTURE_INFLUENCES}",
-            f"task.positions={_ends_and_middle(self.task.gold_positions)}",
-            f"task.limit={STRUCTURE_QUESTIONS}",
-        ]
-        try:
-            folder = self.runs.execute(
-                "structure",
-                overrides,
-                prompts=STRUCTURE_PROMPTS,
-                stages="study",
-                in_process=True,
-            )
-        except UserError as error:
-            diagnosis.structure = f"not compared, {error.field}: {error.allowed}"
+        folder, refusal = self._run_study(
+            "structure",
+            [
+                "study=structure",
+                f"study.examples={STRUCTURE_QUESTIONS}",
+                f"study.prompts={STRUCTURE_INFLUENCES}",
+            ],
+            STRUCTURE_QUESTIONS,
+            prompts=STRUCTURE_PROMPTS,
+            in_process=True,
+        )
+        if folder is None:
+            diagnosis.structure = f"not compared, {refusal}"
             return
         findings = read_csv(folder / "findings.csv")
         assert findings is not None, "the study writes it"
@@ -593,28 +583,43 @@ class Course:
                 "LOG on a log of your own"
             )
             return
-        overrides = self._prompt_overrides(questions)
-        try:
-            folder = self.runs.execute(
-                "prompts",
-                overrides,
-                share=self._prompts_end_share,
-                method=None,
-                stages="study",
-            )
-        except UserError as error:
-            diagnosis.prompt_changes_note = f"{error.field}: {error.allowed}"
+        folder, refusal = self._run_study(
+            "prompts",
+            PROMPT_OVERRIDES,
+            questions,
+            share=self._prompts_end_share,
+            method=None,
+        )
+        if folder is None:
+            diagnosis.prompt_changes_note = refusal
             return
         diagnosis.prompt_changes = read_json(folder / VERDICT_FILE)
 
-    def _prompt_overrides(self, questions: int) -> list[str]:
-        """Overrides of the race of changed prompts, with so many questions at each of three positions."""
-        return [
-            "study=order",
-            "study.probes=0",
-            f"task.positions={_ends_and_middle(self.task.gold_positions)}",
-            f"task.limit={questions}",
-        ]
+    def _run_study(
+        self, part: str, overrides: Sequence[str], questions: int, **choices: Any
+    ) -> tuple[Path | None, str]:
+        """Run a study at the first, a middle and the last gold position.
+
+        Args:
+            part: Name of the part.
+            overrides: The study and its settings.
+            questions: Questions at each of these positions.
+            **choices: See :meth:`posbench.diagnose.runs.Runs.execute`.
+
+        Returns:
+            The run folder, or None and why the study cannot be made on this model and task.
+        """
+        overrides = [*overrides, *self._three_positions(questions)]
+        try:
+            folder = self.runs.execute(part, overrides, stages="study", **choices)
+        except UserError as error:
+            return None, f"{error.field}: {error.allowed}"
+        return folder, ""
+
+    def _three_positions(self, questions: int) -> list[str]:
+        """Overrides that ask so many questions at the first, a middle and the last gold position."""
+        positions = _ends_and_middle(self.task.gold_positions)
+        return [f"task.positions={positions}", f"task.limit={questions}"]
 
     @property
     def _prompts_end_share(self) -> float:

@@ -38,7 +38,7 @@ from posbench.studies.bias_source import (
     best_place,
     read_effects,
 )
-from posbench.studies.structure import CAUSE
+from posbench.studies.structure import CAUSE, DIRECTION, conclude
 
 Level = Literal["in between", "floor", "ceiling", "missing answers"]
 """Whether a model's replies on a task can show a position bias, and if not, why."""
@@ -243,11 +243,12 @@ def judge_source(tables: Tables, findings: pd.DataFrame) -> Source:
 
 def judge_structure(findings: pd.DataFrame) -> str:
     """Say what structure alone predicts of the bias, from the verdicts of a run of ``study=structure``."""
-    row = findings[findings["claim"] == CAUSE[0]].iloc[0]
-    conclusion, _, numbers = str(row["note"]).partition("; ")
-    if row["verdict"] in ("inconclusive", "not testable"):
-        return f"cannot tell ({row['note']})"
-    return f"{conclusion} ({numbers})"
+    rows = findings.set_index("claim")
+    verdicts = [str(rows.loc[claim, "verdict"]) for claim, _ in (DIRECTION, CAUSE)]
+    word, _, sentence = conclude(*verdicts)
+    text = f"{word}: {sentence[:1].lower()}{sentence[1:].removesuffix('.')}"
+    note = rows.loc[CAUSE[0], "note"]
+    return text if pd.isna(note) else f"{text} ({note})"
 
 
 @dataclass(frozen=True)

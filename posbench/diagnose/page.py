@@ -17,7 +17,8 @@ from posbench.plots.section import Section
 from posbench.report.curve import curve_of_run
 from posbench.report.folder import read_csv, study_tables
 from posbench.report.glance import EXPORT_PURPOSE, TONES, scores_glance
-from posbench.report.page import attention_section, run_links, write_page
+from posbench.report.links import link_to_parents, run_links
+from posbench.report.page import attention_section, write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.report.tables import describe_positions, position_table
 from posbench.run.folder import PREDICTIONS, open_run_dir
@@ -68,7 +69,7 @@ PILOT_LEVELS = {
 
 
 def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
-    """Write the page, the JSON file and the badge of a diagnosis.
+    """Write the page, the JSON file and the badge of a diagnosis, and link to it from the pages of its runs.
 
     Args:
         diagnosis: The diagnosis.
@@ -86,15 +87,18 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
     write_text(folder / BADGE_FILE, badge(diagnosis.verdict))
     title = f"{diagnosis.model}, {diagnosis.task}: diagnosis"
     sections = [section for section in _sections(diagnosis, folder) if section]
-    return write_page(
+    runs = [Path(run) for run in diagnosis.runs.values()]
+    page = write_page(
         folder,
         title,
         first_look,
         sections,
         [diagnosis.model],
         provenance={"command": command, "seconds": dict(diagnosis.seconds)},
-        runs=[Path(run) for run in diagnosis.runs.values()],
+        runs=runs,
     )
+    link_to_parents(runs)
+    return page
 
 
 def badge(verdict: str) -> str:

@@ -30,7 +30,7 @@ PANELS = {
 MAX_TICK_CHARACTERS = 36
 """Length of all settings above which the x axis numbers them."""
 MAX_BANDS = 5
-"""Lines up to which each has its 95 % band; more bands hide each other."""
+"""Lines beside the unmodified model's up to which each has its 95 % band; more bands hide each other."""
 LOG_AXIS_RATIO = 100
 """Largest over smallest of positive settings from which their x axis is logarithmic, as for learning rates."""
 

@@ -22,9 +22,10 @@ from posbench.plots.section import Section
 from posbench.report.console import Record
 from posbench.report.curve import curve_of_methods
 from posbench.report.folder import need_destination, read_csv
-from posbench.report.glance import comparison_glance
+from posbench.report.glance import comparison_glance, score_order
 from posbench.report.index import cut_text, differing_settings, estimate_cell
-from posbench.report.page import run_links, write_page
+from posbench.report.links import run_links
+from posbench.report.page import write_page
 from posbench.report.summaries import RunSummary, read_config_as_run, read_summaries
 from posbench.report.tables import (
     has_missing_note,
@@ -443,9 +444,9 @@ def _contrast(first: Record, row: Record) -> str:
         first: The first run's row.
         row: The run's.
     """
-    value, low, high = (row[name] for name in estimate_columns("score_difference"))
+    order = score_order(row)
     names = f"{row['label']} and {first['label']}"
-    if value is None:
+    if order == "not compared":
         return f"Scores of {names} cannot be compared."
     pairs = row["pairs"]
     basis = f"{pairs} paired prompts" if pairs else "unpaired"
@@ -455,8 +456,8 @@ def _contrast(first: Record, row: Record) -> str:
         change = estimate_cell(row, "position_bias_difference", signed=True)
         numbers += f"; position bias {change}"
     numbers = f"({numbers})".replace("\n", " ")
-    if low > 0 or high < 0:
-        direction = "higher" if low > 0 else "lower"
+    if order != "alike":
+        direction = "higher" if order == "above" else "lower"
         text = f"{row['label']} scores {direction} than {first['label']}"
         return f"{text} {numbers}."
     return f"Scores of {names} cannot be told apart {numbers}."

@@ -20,8 +20,6 @@ PLANE_LEFT, PLANE_TOP, PLANE_WIDTH, PLANE_HEIGHT = 30, 34, 314, 170
 """Of the rectangle between the axes, in an SVG that is 360 units wide and 240 high."""
 MAX_LABEL_CHARACTERS = 36
 """Characters of a line's name above the plane."""
-MAX_BANDS = 4
-"""Lines up to which all bands are drawn; of more lines only the one that is pointed at has its band."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +127,7 @@ def draw(lines: Sequence[Line], metric: str) -> str:
         metric: The score, in words.
     """
     shapes = []
+    num_modified = sum(line.method != frames.UNMODIFIED for line in lines)
     # The dashes of the unmodified model lie above a line with the same values.
     for line in sorted(lines, key=lambda line: line.method == frames.UNMODIFIED):
         points = _points(line, metric)
@@ -158,7 +157,8 @@ def draw(lines: Sequence[Line], metric: str) -> str:
             PLANE_LEFT + PLANE_WIDTH,
             PLANE_TOP + PLANE_HEIGHT,
         ),
-        has_bands=len(lines) <= MAX_BANDS,
+        # Of more lines only the one that is pointed at has its band.
+        has_bands=num_modified <= sweep_plots.MAX_BANDS,
         y_ticks=[(tick, _y(tick / 100)) for tick in range(0, 101, 20)],
         x_ticks=[(tick, _x(tick / 100)) for tick in range(0, 101, 20)],
     )

@@ -15,6 +15,8 @@ from posbench.plots.base import FORMATS
 from posbench.report.collect import Entry, Panel, collect_entries
 from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_destination
+from posbench.report.glance import findings_glance
+from posbench.report.links import PAGE, PageHead, read_head, rebase_links
 from posbench.report.page import figure_size
 from posbench.report.tables import latex
 from posbench.report.template import render_html
@@ -48,7 +50,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     with new_folder(out) as root:
         groups: dict[str, list[dict[str, Any]]] = {paper: [] for paper in HEADINGS}
         for entry in entries:
-            groups[paper_of(entry)].append(_write_entry(entry, root))
+            groups[paper_of(entry)].append(_write_entry(entry, root, out))
         text = render_html(
             "gallery.html.j2",
             mark=GENERATOR,
@@ -107,23 +109,29 @@ def heading(entry: Entry) -> str:
     return str(entry.experiment.get("title") or entry.name)
 
 
-def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
+def _write_entry(entry: Entry, root: Path, out: Path) -> dict[str, Any]:
     """Write an entry's tables, figures and pages below a folder.
 
     Args:
         entry: An experiment with its runs.
-        root: The gallery's folder.
+        root: The folder that the gallery is written to.
+        out: The folder where it will lie.
 
     Returns:
         The fields of its section on the page.
     """
     pages = []
     for result in entry.results:
-        page = _copy_file(result.folder / "report.html", root, entry, result.label)
+        page = _copy_file(result.folder / PAGE, root, entry, result.label)
+        if page:
+            copy = (root / page).read_text(encoding="utf-8")
+            text = rebase_links(copy, result.folder, (out / page).parent)
+            write_text(root / page, text)
         pages.append((result.label, page))
     figures = [_copy_figure(entry, panel, root) for panel in entry.panels]
     return {
         "name": entry.name,
+        "head": _head_of(entry),
         "title": heading(entry),
         "covers": ", ".join(entry.experiment.get("covers") or ()),
         "shows": paper_shows(entry),
@@ -135,6 +143,19 @@ def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
         "figures": figures,
         "tables": _write_tables(entry, root),
     }
+
+
+def _head_of(entry: Entry) -> PageHead | None:
+    """What an entry says first: what its only page does, else how its claims fared; None with several and no claims."""
+    pages = [result.folder / PAGE for result in entry.results]
+    if len(pages) == 1 and pages[0].is_file():
+        head = read_head(pages[0])
+        if head.word:
+            return head
+    if not len(entry.findings):
+        return None
+    glance = findings_glance(entry.findings)
+    return PageHead(heading(entry), glance.word, glance.tone, glance.sentence)
 
 
 def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,14 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from posbench.errors import UserError, near
-from posbench.report.console import Record
+from posbench.report.console import TONE_STYLES, Record
 from posbench.report.summaries import NAMED_GROUPS, RunSummary, summaries
-from posbench.run.folder import CONFIG, runs_in
+from posbench.run.folder import CONFIG, open_run_dir, runs_in
 from posbench.run.progress import duration
 from posbench.stats import outcomes
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name
-from posbench.stats.verdict import BIAS, FIXED, NO_BIAS, NOT_FIXED
 
 RAN_COLUMN = "method / study"
 WHAT_COLUMN = "what"
@@ -33,47 +33,61 @@ NUMBER_COLUMNS = {
 }
 """Columns of a record by header on a terminal."""
 MAX_SETTING_CHARACTERS = 24
-GOOD = "green"
-BAD = "red"
 UNDECIDED = "yellow"
-STYLES = {
-    NO_BIAS: GOOD,
-    FIXED: GOOD,
-    BIAS: BAD,
-    NOT_FIXED: BAD,
-    "failed": BAD,
-    "damaged": BAD,
-    "mixed": BAD,
+STATE_STYLES = {
+    "failed": "red",
+    "damaged": "red",
+    "mixed": "red",
     "running": "cyan",
     "done": "",
 }
-"""Colours of verdicts and states; of all others: UNDECIDED."""
+"""Colours of states; of all others: UNDECIDED."""
+RESUMED = {
+    "killed": "goes on where the run was stopped",
+    "failed": "goes on where the run failed",
+    "incomplete": "asks what has no answer yet",
+    "mixed": "a file changed under the run",
+    "damaged": "makes damaged files again",
+}
+"""What the command of a run does that is not done, or why it must be made again, by state."""
 
 
 class Layout(NamedTuple):
     """How much a list of runs shows.
 
     Attributes:
-        is_wide: With intervals, and with counts of all verdicts of a study.
+        is_wide: With all intervals, reasons where there is no number, and counts of all verdicts of a study.
+        intervals: Columns of numbers with intervals.
         hidden: Columns that are left out.
         has_all_settings: It is taken only if all settings fit; else those must that tell runs apart.
+        what_width: Characters that are enough for names and settings, where not all of those need fit.
         gap: Spaces between columns.
     """
 
     is_wide: bool = False
-    hidden: tuple[str, ...] = ()
+    intervals: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ("difference", "claims")
     has_all_settings: bool = True
+    what_width: int | None = None
     gap: int = 2
 
 
 LAYOUTS = (
-    Layout(is_wide=True),
-    Layout(is_wide=True, hidden=("difference",)),
-    Layout(),
-    Layout(hidden=("difference",)),
-    Layout(hidden=("difference",), gap=1),
-    Layout(hidden=("difference",), has_all_settings=False, gap=1),
-    Layout(hidden=("difference", "age"), has_all_settings=False, gap=1),
+    Layout(is_wide=True, intervals=tuple(NUMBER_COLUMNS), hidden=()),
+    Layout(is_wide=True, intervals=tuple(NUMBER_COLUMNS), hidden=("difference",)),
+    Layout(intervals=("score", "bias")),
+    Layout(intervals=("bias",)),
+    Layout(intervals=("bias",), has_all_settings=False),
+    Layout(intervals=("bias",), has_all_settings=False, gap=1),
+    Layout(
+        intervals=("bias",),
+        hidden=("difference", "claims", "age"),
+        what_width=32,
+        gap=1,
+    ),
+    Layout(gap=1),
+    Layout(has_all_settings=False, gap=1),
+    Layout(hidden=("difference", "claims", "age"), has_all_settings=False, gap=1),
 )
 """From the richest to the shortest; in the last one names are cut, too."""
 
@@ -137,6 +151,7 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
                 "started": run.started,
                 "seconds": run.seconds,
                 "verdict": run.verdict,
+                "tone": run.tone,
             }
         )
     return rows
@@ -274,8 +289,9 @@ def run_columns(records: Sequence[Record]) -> dict[str, list[Text]]:
 def run_table(records: Sequence[Record], width: int) -> Table:
     """Return the list of runs for a terminal: a line for each run, without what :func:`common_cells` has.
 
-    What is least important is left out until the lines fit: first intervals, then the difference from the unmodified
-    model, settings beyond those that tell runs apart, the age, further settings, the ends of names.
+    What is least important is left out until the lines fit: first the difference from the unmodified model and the
+    counts of claims, then the intervals of scores, settings beyond those that tell runs apart, the intervals of the
+    position bias, the age, further settings, the ends of names.
 
     Args:
         records: The runs, as :func:`records` returns them.
@@ -290,9 +306,13 @@ def run_table(records: Sequence[Record], width: int) -> Table:
         _what_cell(name, texts, count)
         for name, texts, count in zip(names, settings, num_needed, strict=True)
     ]
-    layout = LAYOUTS[-1]
+    has_bias = any(record["position_bias"] is not None for record in records)
     for layout in LAYOUTS:
+        if layout.intervals == ("bias",) and not has_bias:
+            continue
         what = whole if layout.has_all_settings else readable
+        if layout.what_width is not None:
+            what = [cell[: layout.what_width] for cell in whole]
         if _total_width(_columns(records, what, layout), layout.gap) <= width:
             break
     columns = _columns(records, whole, layout)
@@ -332,11 +352,13 @@ def _columns(
     columns = {
         "run": [_hash_cell(record) for record in records],
         WHAT_COLUMN: list(what),
-        "verdict": [_verdict_cell(record, layout.is_wide) for record in records],
+        "verdict": [_verdict_cell(record) for record in records],
+        "claims": [Text(record["verdicts"]) for record in records],
     }
     for header, name in NUMBER_COLUMNS.items():
+        has_interval = header in layout.intervals
         columns[header] = [
-            _number_cell(record, name, layout.is_wide, header in signed)
+            _number_cell(record, name, layout.is_wide, has_interval, header in signed)
             for record in records
         ]
     columns["age"] = [Text(age(record["started"])) for record in records]
@@ -468,55 +490,85 @@ def _hash_cell(record: Record) -> Text:
     return Text(record["run"], style=style)
 
 
-def _verdict_cell(record: Record, is_wide: bool) -> Text:
-    """The verdict on a run in one word or a few, in its colour; of a run without one, its state.
-
-    Args:
-        record: The run.
-        is_wide: Whether all verdicts on a study's claims are counted, or only those that hold.
-    """
+def _verdict_cell(record: Record) -> Text:
+    """The verdict on a run in a word or a few, in its colour; of a run without one, its state."""
     state = record["state"]
     if state != "done":
-        return Text(state, style=STYLES.get(state, UNDECIDED))
+        return Text(state, style=STATE_STYLES.get(state, UNDECIDED))
     if _lacks_answers(record):
         return Text(outcomes.PROBLEM, style=UNDECIDED)
-    tally = record["verdicts"]
-    if not tally:
-        verdict = record["verdict"] or state
-        return Text(verdict, style=STYLES.get(verdict, UNDECIDED))
-    counts = dict[str, int]()
-    for part in tally.split(", "):
-        count, _, word = part.partition(" ")
-        counts[word] = int(count)
-    num_held = counts.get("hold", 0) + counts.get("holds", 0)
-    total = sum(counts.values())
-    style = BAD if "contradicted" in counts else UNDECIDED
-    if num_held == total:
-        style = GOOD
-    if not is_wide and len(counts) > 1:
-        tally = f"{num_held} of {total} {'holds' if total == 1 else 'hold'}"
-    return Text(tally, style=style)
+    if not record["verdict"]:
+        return Text(record["verdicts"] or state)
+    return Text(record["verdict"], style=TONE_STYLES[record["tone"]])
 
 
 def _number_cell(
-    record: Record, name: str, is_wide: bool, signed: bool = False
+    record: Record,
+    name: str,
+    is_wide: bool,
+    has_interval: bool,
+    signed: bool = False,
 ) -> Text:
     """An estimate of a record in points; empty where nothing is known.
 
     Args:
         record: The run.
         name: Column of the estimate.
-        is_wide: Whether its interval is shown, or the reason why there is no number.
+        is_wide: Whether the reason is shown why there is no number.
+        has_interval: Whether its interval is shown.
         signed: Whether a positive value has a plus sign.
     """
     if name != "position_bias" and _lacks_answers(record):
         return Text("")
-    if is_wide:
-        return Text(estimate_cell(record, name, signed).replace("\n", " "))
     value = record[name]
+    if is_wide or (has_interval and value is not None):
+        return Text(estimate_cell(record, name, signed).replace("\n", " "))
     if value is None:
         return Text("")
     return Text(f"{100 * value:+z.1f}" if signed else f"{100 * value:z.1f}")
+
+
+def legend(table: Table) -> str:
+    """The units of the numbers in a list of runs; empty where it has none.
+
+    Args:
+        table: See :func:`run_table`.
+    """
+    shown = [str(column.header) for column in table.columns]
+    units = {"score": "score in %", "difference": "difference in points"}
+    units["bias"] = "bias: position bias in points"
+    texts = [text for name, text in units.items() if name in shown]
+    cells = [cell for column in table.columns for cell in column.cells]
+    if any(re.search(r"\d \[-?\d", str(cell)) for cell in cells):
+        texts.append("[95 % interval]")
+    return ", ".join(texts)
+
+
+def next_line(records: Sequence[Record]) -> str:
+    """The command to run after the newest run that is not running, as the last line of a list; empty without one.
+
+    Args:
+        records: The runs, as :func:`records` returns them.
+    """
+    for record in records:
+        state, name = record["state"], record["run"]
+        folder = Path(record["folder"])
+        if state in RESUMED:
+            command = open_run_dir(folder).command
+            purpose = RESUMED[state]
+            if state == "mixed" and command:
+                command = f"remove {folder}, then {command}"
+        elif state == "done" and record["verdict"]:
+            from posbench.report.glance import run_glance
+
+            glance = run_glance(folder)
+            command, purpose = glance.next, glance.purpose
+        else:
+            continue
+        if command:
+            about = f"{name}: {purpose}" if purpose else name
+            return f"next: {command}  (after {about})"
+    return ""
 
 
 def _lacks_answers(record: Record) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from posbench.report.folder import (
     study_tables,
 )
 from posbench.report.glance import run_glance
+from posbench.report.links import parent_links, parent_pages, run_links
 from posbench.report.paper import paper_sections, reference_text
 from posbench.report.template import render_html
 from posbench.report.text import (
@@ -107,6 +107,7 @@ def render_run(folder: Path, formats: Iterable[str] = ()) -> Path:
         provenance=_describe_course(status) | provenance,
         status=status,
         formats=formats,
+        parents=parent_links(folder, parent_pages(folder)),
     )
 
 
@@ -311,6 +312,7 @@ def write_page(
     formats: Iterable[str] = (),
     runs: Iterable[Path] = (),
     place: Path | None = None,
+    parents: str = "",
 ) -> Path:
     """Save all figures under ``figures/`` with their captions, and write report.html.
 
@@ -327,6 +329,7 @@ def write_page(
         formats: Further formats of figures, see :func:`posbench.plots.base.save`.
         runs: Runs that the page names: their names are links to their pages.
         place: Where the page will lie, if not in ``folder``.
+        parents: HTML of the links to pages that a run is a part of.
 
     Returns:
         The path of report.html.
@@ -357,6 +360,7 @@ def write_page(
             title=title,
             name=f"{shown.parent.name}/{shown.name}",
             glance=glance,
+            parents=parents,
             sections=parts,
             config=config,
             prompts=prompts,
@@ -389,33 +393,3 @@ def embedded_figure(file: Path, caption: str) -> dict[str, Any]:
     encoded = urllib.parse.quote(short, safe=" /:=;,'()!*+?@")
     source = f"data:image/svg+xml,{encoded}"
     return {"source": source, "caption": caption, **size}
-
-
-def run_links(runs: Iterable[Path], folder: Path) -> dict[str, str]:
-    """Return the relative address of each run by the names that a page may call it.
-
-    Args:
-        runs: The runs; those that are gone get no link.
-        folder: The folder of the page with the links.
-    """
-    links = dict[str, str]()
-    for run in runs:
-        address = run_address(run, folder)
-        if address:
-            names = (str(run), f"{run.parent.name}/{run.name}", run.name)
-            links |= dict.fromkeys((*names, run.name.rpartition("__")[2]), address)
-    return links
-
-
-def run_address(run: Path, folder: Path) -> str:
-    """The address of a run's page relative to a folder, of the run where it has none; empty where it is gone."""
-    page = run / "report.html"
-    if page.is_file():
-        return page_address(page, folder)
-    return f"{page_address(run, folder)}/" if run.is_dir() else ""
-
-
-def page_address(page: Path, folder: Path) -> str:
-    """The address of a page relative to a folder, as a link has it."""
-    relative = os.path.relpath(page.absolute(), folder.absolute())
-    return urllib.parse.quote(Path(relative).as_posix())

@@ -39,6 +39,8 @@ ListedState = Literal[State, "done, unchecked", "killed", "damaged"]
 """State of a run in a list of runs."""
 METRICS_FILE = "metrics.csv"
 FINDINGS_FILE = "findings.csv"
+STUDY_FILE = "study.json"
+"""Names the tables of a study."""
 SUMMARY_FILES = (
     CONFIG,
     STATUS,
@@ -48,6 +50,7 @@ SUMMARY_FILES = (
     METHOD_FILE,
     METRICS_FILE,
     FINDINGS_FILE,
+    STUDY_FILE,
 )
 """All files of a run that its summary is made from."""
 NAMED_GROUPS = ("model", "task", "method", "search", "study")
@@ -90,7 +93,8 @@ class RunSummary:
         names: Names of its model, task, method, search and study, by group; empty where it has none.
         settings: Settings that can move a number, as an override spells them, by dotted key. In a finished run, null
             values are replaced by the results of its search.
-        verdict: The verdict on the position bias of a finished run (docs/metrics.md); empty where none was measured.
+        verdict: What a finished run says first, in a word or a few; empty where its tables are of an older version.
+        tone: Whether that is ``good``, ``bad`` or ``open``; empty without a verdict.
         verdicts: How a study's claims fared, of a finished run.
         estimates: Score, difference and position bias of its method, of a finished run; without a
             method, the unmodified model's. None marks a number that was not measured.
@@ -104,6 +108,7 @@ class RunSummary:
     names: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     verdict: str = ""
+    tone: str = ""
     verdicts: str = ""
     estimates: Mapping[str, Any] = field(default_factory=dict)
     window_share: float | None = None
@@ -226,7 +231,9 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
     run = open_run_dir(folder)
     config = dict[str, Any]()
     try:
-        is_intact = not run.damaged((CONFIG, METRICS_FILE, FINDINGS_FILE, METHOD_FILE))
+        tables = [f"{name}.csv" for name in run.read_json(STUDY_FILE).get("tables", ())]
+        read_files = (CONFIG, METRICS_FILE, FINDINGS_FILE, METHOD_FILE, STUDY_FILE)
+        is_intact = not run.damaged([*read_files, *tables])
         config = run.config()
         method = run.read_json(METHOD_FILE)
     except UserError:
@@ -238,6 +245,7 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
     if is_done:
         # Parameters that were left open hold what the search found.
         config = fill_nulls(config, {"method": method})
+    verdict, tone = _first_look(folder) if state == "done" else ("", "")
     summary = RunSummary(
         folder,
         state,
@@ -245,7 +253,8 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
         status.get("seconds"),
         names={group: _name(config.get(group)) for group in NAMED_GROUPS},
         settings=_settings(config),
-        verdict=_bias_verdict(folder) if state == "done" else "",
+        verdict=verdict,
+        tone=tone,
         verdicts=_tally_verdicts(folder) if is_done else "",
         window_share=_window_share(status) if is_done else None,
     )
@@ -318,18 +327,15 @@ def _read_totals(folder: Path) -> list[dict[str, str]]:
     return [row for row in rows if row.get("gold_position") == "all"]
 
 
-def _bias_verdict(folder: Path) -> str:
-    """The verdict on a run's position bias; empty where none was measured, or not in the columns of this version."""
-    from posbench.report.folder import read_csv
-    from posbench.stats.verdict import run_verdict
+def _first_look(folder: Path) -> tuple[str, str]:
+    """Word and tone of the first look at a finished run; empty where its tables are of an older version."""
+    from posbench.report.glance import run_word
 
     try:
-        metrics = read_csv(folder / METRICS_FILE)
-    except UserError:
-        # A table of an older version, with other columns: the list has its score, but nothing to judge it by.
-        return ""
-    verdict = run_verdict(metrics)
-    return verdict.name if verdict else ""
+        return run_word(folder)
+    # Other columns than today's: the list has the score, but nothing to judge it by.
+    except (UserError, LookupError):
+        return "", ""
 
 
 def _tally_verdicts(folder: Path) -> str:

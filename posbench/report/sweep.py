@@ -38,12 +38,8 @@ from posbench.report.folder import (
     sweep_runs,
 )
 from posbench.report.glance import TONES, findings_glance, run_glance
-from posbench.report.page import (
-    VERDICT_RULE,
-    embedded_figure,
-    run_links,
-    write_page,
-)
+from posbench.report.links import link_to_parents, run_links
+from posbench.report.page import VERDICT_RULE, embedded_figure, write_page
 from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, show_table
 from posbench.report.text import MAX_LISTED, study_answer, title, verdict_table
@@ -207,8 +203,8 @@ def _show(folder: Path, console: Console, command: str) -> None:
         console: Where it is printed.
         command: The command line of the sweep, for its page.
     """
-    summary = read_csv(folder / "summary.csv")
-    if summary is None:
+    scores = _read_scores(folder)
+    if scores is None:
         findings = read_csv(folder / "findings_summary.csv")
         if findings is None:
             return
@@ -216,20 +212,20 @@ def _show(folder: Path, console: Console, command: str) -> None:
         console.print(glance.details)
         show_table(console, *verdict_table(_add_setting_to_model(findings)))
     else:
-        glance = _scores_glance(folder, summary)
+        glance = scores.glance
         console.print(glance.details)
         subsets = read_csv(folder / "subsets_summary.csv")
-        show_reference(folder, summary, subsets, console)
+        show_reference(folder, scores.summary, subsets, console)
         show_findings(folder, console)
-        header, rows, _ = sweep_table(summary, swept_columns(summary))
         # A terminal is narrow: runs and shapes are on the page.
+        header = scores.header
         shown = [i for i, name in enumerate(header) if name not in ("run", "shape")]
-        cells = [[row[i] for i in shown] for row in rows]
+        cells = [[row[i] for i in shown] for row in scores.rows]
         show_table(console, [header[i] for i in shown], cells)
         console.print(
             "average over gold positions in %, difference in points, [95 % interval]"
         )
-    page = render_sweep(folder, command)
+    page = _render(folder, command, scores)
     show_glance(console, glance)
     show_link(console, "sweep", page)
 
@@ -317,12 +313,15 @@ def summarise_again(folder: Path, console: Console) -> None:
 
 
 def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -> Path:
-    """Draw the figures of a sweep and write its report.html, whose path is returned.
+    """Draw the figures of a sweep, write its report.html, and link to it from the pages of its runs.
 
     Args:
         folder: The sweep.
         command: The command that makes it; empty takes the one that its manifest records.
         formats: Further formats of figures, see :func:`posbench.plots.base.save`.
+
+    Returns:
+        The path of report.html.
 
     Raises:
         UserError: The sweep has neither scores nor verdicts, or a file cannot be read.
@@ -333,15 +332,59 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
         "summary.csv",
         "findings_summary.csv",
     )
+    return _render(folder, command, _read_scores(folder), formats)
+
+
+def _render(
+    folder: Path, command: str, scores: _Scores | None, formats: Iterable[str] = ()
+) -> Path:
+    """Draw and write what :func:`render_sweep` does; without ``scores`` the runs judged claims and scored nothing."""
+    if scores is None:
+        page = _render_verdicts(folder, command)
+    else:
+        page = _render_scores(folder, command, scores, formats)
+    link_to_parents(sweep_runs(folder))
+    return page
+
+
+class _Scores(NamedTuple):
+    """The scores of a sweep as terminal and page show them.
+
+    Attributes:
+        summary: Rows of summary.csv.
+        axes: The columns that distinguish settings.
+        header: Header of the table of settings.
+        rows: Its rows.
+        glance: The first look.
+    """
+
+    summary: pd.DataFrame
+    axes: list[str]
+    header: list[str]
+    rows: list[list[str]]
+    glance: Glance
+
+
+def _read_scores(folder: Path) -> _Scores | None:
+    """Read the scores of a sweep; None where its runs scored nothing."""
     summary = read_csv(folder / "summary.csv")
+    if summary is None:
+        return None
+    axes = setting_columns(summary)
+    settings, label = _read_settings(summary, axes)
+    glance = _scores_glance(folder, summary, settings, label)
+    return _Scores(summary, axes, *_table_of(settings, label, summary), glance)
+
+
+def _render_scores(
+    folder: Path, command: str, scores: _Scores, formats: Iterable[str]
+) -> Path:
+    """Draw the figures of a sweep with scores and write its report.html; see :func:`render_sweep`."""
+    summary, axes = scores.summary, scores.axes
     attention = read_csv(folder / "attention_summary.csv")
     subsets = read_csv(folder / "subsets_summary.csv")
     trend = read_csv(folder / "trend.csv")
     findings = read_csv(folder / "findings.csv")
-    # Its runs judged claims and scored nothing.
-    if summary is None:
-        return _render_verdicts(folder, command)
-    axes = setting_columns(summary)
     # A figure of hundreds of settings would not be readable.
     drawn_runs = _spread_runs(summary, axes)
     num_drawn = drawn_runs.nunique()
@@ -350,9 +393,8 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     if num_drawn < num_runs:
         drawn_note = f" {num_drawn} of {num_runs} runs are drawn."
 
-    header, rows, _ = sweep_table(summary, axes)
     figures = {"sweep": _score_figure(summary, axes, drawn_runs, drawn_note)}
-    sections = [Section("Settings", "", header, rows, figures)]
+    sections = [Section("Settings", "", scores.header, scores.rows, figures)]
     runs = sweep_runs(folder)
     drawn = summary[summary["run"].isin(drawn_runs)]
     pages = run_links(runs, folder)
@@ -387,7 +429,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
     return write_page(
         folder,
         page_title,
-        _scores_glance(folder, summary),
+        scores.glance,
         sections,
         models,
         provenance={"command": command or RunDir(folder).command},
@@ -407,20 +449,21 @@ def _verdicts_glance(findings: pd.DataFrame) -> Glance:
     return replace(glance, next="posbench report outputs", purpose=purpose)
 
 
-def _scores_glance(folder: Path, summary: pd.DataFrame) -> Glance:
+def _scores_glance(
+    folder: Path, summary: pd.DataFrame, settings: Sequence[_Setting], label: str
+) -> Glance:
     """The first look at a sweep with scores: what becomes of the position bias, and of the average.
 
     Args:
         folder: The sweep.
         summary: Its summary.csv.
+        settings: Its settings.
+        label: Their label.
     """
-    axes = setting_columns(summary)
-    _, _, text = sweep_table(summary, axes)
     findings = read_csv(folder / "findings.csv")
-    details = [text, *_job_notes(folder)]
+    details = [_sweep_sentence(settings, label), *_job_notes(folder)]
     if findings is not None:
         details.insert(1, study_answer(findings))
-    settings, label = _read_settings(summary, axes)
     scored = [s for s in settings if s.average and not s.lacks_answers]
     if not scored:
         sentence = "Nothing was scored in this sweep."
@@ -776,8 +819,16 @@ def sweep_table(
         nothing was scored.
     """
     settings, label = _read_settings(summary, axes)
+    header, rows = _table_of(settings, label, summary)
+    return header, rows, _sweep_sentence(settings, label)
+
+
+def _table_of(
+    settings: Sequence[_Setting], label: str, summary: pd.DataFrame
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of :func:`sweep_table`, from settings and their label."""
     if not any(setting.average for setting in settings):
-        return [], [], "Nothing was scored in this sweep."
+        return [], []
     has_bias = any(setting.bias and _has_value(setting.bias) for setting in settings)
     header = [label, metric_name(summary), "unmodified", "difference"]
     if has_bias:
@@ -796,7 +847,7 @@ def sweep_table(
         cells.append("" if setting.average is None else str(setting.average.n))
         cells.append(", ".join(map(str, setting.runs)) if "run" in summary else "")
         table.append(cells)
-    return header, table, _sweep_sentence(settings, label)
+    return header, table
 
 
 def _read_settings(
@@ -854,6 +905,8 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
         settings: The settings.
         label: Their label.
     """
+    if not any(setting.average for setting in settings):
+        return "Nothing was scored in this sweep."
     parts = []
     averages = [
         (setting.average.value, setting.name)

@@ -9,8 +9,8 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.report import index
-from posbench.report.console import Record
-from posbench.report.page import page_address, run_address
+from posbench.report.console import TONE_STYLES, Record
+from posbench.report.links import page_address, read_head, run_address
 from posbench.report.template import render_html
 
 PAGE_FILE = "index.html"
@@ -49,7 +49,7 @@ def write_view(folder: Path) -> tuple[Path, int]:
         raise UserError("FOLDER", str(folder), "a folder that holds runs", hint)
     header, rows = view_rows(records, folder)
     others = {
-        title: [(file.parent.name, page_address(file, folder)) for file in files]
+        title: [_other_row(file, folder) for file in files]
         for title, pattern in OTHER_PAGES.items()
         if (files := sorted(folder.glob(f"{pattern}/report.html")))
     }
@@ -63,6 +63,17 @@ def write_view(folder: Path) -> tuple[Path, int]:
     )
     write_text(page, text)
     return page, len(records)
+
+
+def _other_row(page: Path, folder: Path) -> dict[str, str]:
+    """The verdict of a page that is no run's with its colour, its title and its address, for a page in ``folder``."""
+    head = read_head(page)
+    return {
+        "word": head.word,
+        "colour": TONE_STYLES[head.tone],
+        "title": head.title,
+        "page": page_address(page, folder),
+    }
 
 
 def view_rows(
@@ -79,6 +90,8 @@ def view_rows(
         ``colour`` (green, red, yellow, cyan or empty), and ``time`` (ISO, of the age alone).
     """
     columns = index.run_columns(records)
+    # The verdict comes first, behind the name of the run.
+    columns = {name: columns[name] for name in ("run", "verdict")} | columns
     rows = []
     for number, record in enumerate(records):
         cells = []

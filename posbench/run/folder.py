@@ -254,17 +254,17 @@ class RunDir:
 
         The manifest holds a checksum of every file, and the command that makes them.
         """
-        self._seal(command, list(self._file_stamps()))
+        checksums = {name: self._file_checksum(name) for name in self._file_stamps()}
+        self._seal(command, checksums)
 
-    def _seal(self, command: str, names: Sequence[str]) -> None:
+    def _seal(self, command: str, checksums: Mapping[str, str]) -> None:
         # Killed in between, a folder without DONE is unfinished; one whose manifest DONE denies is damaged.
         (self.path / DONE).unlink(missing_ok=True)
-        checksums = {name: self._file_checksum(name) for name in names}
         self.write_facts(MANIFEST, {"command": command, "files": checksums})
         write_text(self.path / DONE, f"{self._file_checksum(MANIFEST)}\n")
 
     def renew(self, changed: Sequence[str]) -> None:
-        """Renew the recorded checksums of files that a verb wrote, and the manifest.
+        """Renew the recorded checksums of files that a verb wrote, and the manifest; those of all other files stay.
 
         Args:
             changed: Beginnings of the names of these files.
@@ -284,12 +284,16 @@ class RunDir:
         if has_status:  # a sweep has a manifest alone
             self.write_facts(STATUS, status)
         if manifest:
-            names = [
-                name
-                for name in self._file_stamps()
-                if name in manifest["files"] or name.startswith(prefixes)
-            ]
-            self._seal(str(manifest["command"]), names)
+            rewritten = (*prefixes, STATUS)
+            checksums = {
+                name: checksum
+                for name, checksum in manifest["files"].items()
+                if not name.startswith(rewritten)
+            }
+            for name in self._file_stamps():
+                if name.startswith(rewritten):
+                    checksums[name] = self._file_checksum(name)
+            self._seal(str(manifest["command"]), checksums)
 
     def damaged(self, only: Sequence[str] | None = None) -> list[str]:
         """Return the names of files that changed since the run wrote them.

@@ -6,7 +6,8 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Ge, Lt
@@ -163,6 +164,29 @@ class OrderStudy(Study):
             choices: All methods by name.
         """
         examples = task.evaluation()
+        # All that prompts are made from; the start of a run on a server asks for the same ones five times.
+        texts = (type(encoder), encoder.tokenizer, encoder.name, encoder.chat_template)
+        made_from = (texts, task.max_new_tokens, examples, dict(choices))
+        for earlier, prepared in self._last_prepared:
+            if earlier == made_from:
+                return prepared
+        prepared = self._prepare(encoder, task, choices, examples)
+        self._last_prepared[:] = [(made_from, prepared)]
+        return prepared
+
+    @cached_property
+    def _last_prepared(self) -> list[tuple[Any, Prepared]]:
+        """The last result of :meth:`prepared` with what it was made from; at first empty."""
+        return []
+
+    def _prepare(
+        self,
+        encoder: Encoder,
+        task: Task,
+        choices: Mapping[str, MethodChoice],
+        examples: Sequence[Example],
+    ) -> Prepared:
+        """Rewrite examples under all policies, see :meth:`prepared`."""
         methods: dict[str, Method] = {AS_RETRIEVED: Unmodified()}
         name_of_prompts = {tuple(e.prompt for e in examples): AS_RETRIEVED}
         by_id = {AS_RETRIEVED: {example.id: example for example in examples}}

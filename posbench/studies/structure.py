@@ -223,7 +223,7 @@ class Structure(Study):
         """See :meth:`Study.glance`: whether structure alone predicts the bias, and whether it may be its cause."""
         findings = correct_findings(self.findings(tables))
         direction, _, cause = findings
-        word, tone, sentence = _conclusion(direction.verdict, cause.verdict)
+        word, tone, sentence = conclude(direction.verdict, cause.verdict)
         rows = tables["structure_effects"].to_dict("records")
         effects = {row["effect"]: estimate(row) for row in rows}
         names = {
@@ -565,18 +565,11 @@ def _cause_finding(
     elif best[BEHIND_TEXT] < MIN_KEPT_SCORE * best[PLAIN]:
         moved = moved.not_testable("behind the text the model no longer does the task")
     cause = join_findings([direction, moved], numbers_of=moved)
-    conclusions = {
-        ("holds", "holds"): "structure gets the direction right, and may be a cause",
-        ("holds", "contradicted"): "structure gets the direction right, not the cause",
-        ("contradicted", moved.verdict): "structure gets the direction wrong",
-    }
-    conclusion = conclusions.get((direction.verdict, moved.verdict), "")
-    notes = "; ".join(filter(None, [conclusion, moved.note]))
-    return replace(cause, kind="source", note=notes)
+    return replace(cause, kind="source", note=moved.note)
 
 
-def _conclusion(direction: str, cause: str) -> tuple[str, Tone, str]:
-    """Word, tone and sentence for the verdicts on the direction of the bias and on its cause."""
+def conclude(direction: str, cause: str) -> tuple[str, Tone, str]:
+    """Return word, tone and sentence for the corrected verdicts on :data:`DIRECTION` and :data:`CAUSE`."""
     if direction == "holds" and cause == "holds":
         sentence = (
             "Structure alone predicts which end is answered better, and neutral text in front lowers the prediction "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 from posbench.studies.order import OrderStudy
 from posbench.tasks import Example
+from posbench.tasks.logs import read
 from tests.conftest import Result
 from tests.readers import CURVES, reading, reply_of, write_log
 from tests.report.test_explorer import data_of
@@ -128,6 +130,38 @@ def test_a_flat_reader_is_left_alone_and_the_json_is_printed(
     assert {row["flip_rate"] for row in printed["policies"]} == {0.0}
     assert printed["verdict"] in ("leave", "cannot tell")
     assert printed["policy"] == "as_retrieved"
+
+
+def test_a_log_is_read_and_its_prompts_are_made_once(
+    posbench: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a file changes: then both are made again."""
+    log = tmp_path / "log.jsonl"
+    write_log(log, 20, 5, seed=3)
+    made: Counter[str] = Counter()
+
+    def count(place: Any, name: str) -> None:
+        call = getattr(place, name)
+
+        def counted(*args: Any) -> Any:
+            made[name] += 1
+            return call(*args)
+
+        monkeypatch.setattr(place, name, counted)
+
+    count(read, "read_entries")
+    count(OrderStudy, "_prepare")
+    with reading(CURVES["recency"], 3) as server:
+        few = ("study.policies=[reversed]", "study.probes=0", "--yes")
+        args = ("order", str(log), f"model={server.url}", *few)
+        assert posbench(*args).status == 0
+        assert made == {"read_entries": 1, "_prepare": 1}
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(lines[:-1]))
+        assert posbench(*args).status == 0
+    assert made == {"read_entries": 2, "_prepare": 2}
+    files = (tmp_path / "outputs/order").glob("*/order.json")
+    assert sorted(json.loads(f.read_text())["questions"] for f in files) == [19, 20]
 
 
 def test_causes_tell_apart_what_no_order_can_mend(

@@ -17,7 +17,7 @@ from rich.console import Console
 import posbench as library
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.course import Course
-from posbench.diagnose.outcome import Remedy, Shape
+from posbench.diagnose.outcome import Remedy, Shape, Source
 from posbench.diagnose.race import FIRST_ROUND
 from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
@@ -214,6 +214,37 @@ def test_a_source_is_that_of_the_unmodified_model() -> None:
     )
     overrides = runs.overrides(["study=bias_source"], stages="study")
     assert [arg for arg in overrides if arg.startswith("method")] == ["method=none"]
+
+
+@pytest.mark.parametrize("part", ["source", "structure", "prompts"])
+def test_a_part_that_is_refused_leaves_a_note(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part is a study at three positions; what it does not fit ends the part, not the diagnosis."""
+    course = make_course("model=tiny", "task.pairs=12")
+    diagnosis = course.diagnosis
+    diagnosis.prompts |= {"shape": 100}
+    course.runs.seconds_of_run["shape"] = 0.1
+    diagnosis.source = Source(Estimate(1, 0.5, 1.5, 9), {}, (), (), 30)
+    made = []
+
+    def refuse(name: str, overrides: list[str], **choices: Any) -> Path:
+        made.append((name, overrides, choices["stages"]))
+        raise UserError("task.x", "value", "something else", "hint")
+
+    monkeypatch.setattr(course.runs, "execute", refuse)
+    getattr(course, f"_{part}")()
+    ((name, overrides, stage),) = made
+    assert (name, stage) == (part, "study")
+    assert overrides[0].startswith("study=")
+    assert "task.positions=[0, 5, 11]" in overrides
+    notes = {
+        "source": diagnosis.source_note,
+        "structure": diagnosis.structure,
+        "prompts": diagnosis.prompt_changes_note,
+    }
+    assert notes.pop(part).endswith("task.x: something else")
+    assert not any(notes.values())
 
 
 def test_a_shape_that_a_budget_cut_short_goes_on_with_a_larger_one(

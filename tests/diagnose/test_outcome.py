@@ -25,7 +25,7 @@ from posbench.run.budget import Budget
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.verdict import BIAS, CANNOT_TELL
 from posbench.studies.bias_source import INTERVENTIONS
-from posbench.studies.structure import CAUSE, DIRECTION
+from posbench.studies.structure import CAUSE, DIRECTION, conclude
 
 QUESTIONS = 20
 
@@ -177,26 +177,26 @@ def test_a_place_is_that_in_the_prompt() -> None:
     assert not judge_source(tables, findings).excluded
 
 
+@pytest.mark.parametrize("direction", ["holds", "contradicted", "inconclusive"])
 @pytest.mark.parametrize(
-    ("verdict", "note", "expected"),
-    [
-        (
-            "contradicted",
-            "structure gets the direction right, not the cause; item 0 is 7 times",
-            "structure gets the direction right, not the cause (item 0 is 7 times)",
-        ),
-        ("inconclusive", "item 0 is 7 times", "cannot tell (item 0 is 7 times)"),
-        ("not testable", "no sure lead", "cannot tell (no sure lead)"),
-    ],
+    "cause", ["holds", "contradicted", "inconclusive", "not testable"]
 )
-def test_structure_is_named_only_where_its_control_decides(
-    verdict: str, note: str, expected: str
+def test_a_diagnosis_says_of_structure_what_the_page_of_the_study_says(
+    direction: str, cause: str
 ) -> None:
     rows = [
-        {"claim": DIRECTION[0], "verdict": "holds", "note": ""},
-        {"claim": CAUSE[0], "verdict": verdict, "note": note},
+        {"claim": DIRECTION[0], "verdict": direction, "note": ""},
+        {"claim": CAUSE[0], "verdict": cause, "note": "item 0 is 7 times"},
     ]
-    assert judge_structure(pd.DataFrame(rows)) == expected
+    word, _, sentence = conclude(direction, cause)
+    told = judge_structure(pd.DataFrame(rows))
+    assert told.startswith(f"{word}: ") and told.endswith(" (item 0 is 7 times)")
+    assert sentence[1:-1] in told
+    is_cause_named = direction == "holds" and cause in ("holds", "contradicted")
+    assert (word in ("structural in part", "not the cause")) == is_cause_named
+    assert ("cannot be told" in told) == (
+        direction == "inconclusive" or (direction == "holds" and not is_cause_named)
+    )
 
 
 def test_the_place_is_measured_on_questions_that_did_not_choose_it() -> None:

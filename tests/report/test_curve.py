@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from posbench.plots.sweep import MAX_BANDS, factor_sweep
 from posbench.report.curve import curve_of_run, curve_of_sweep
 from posbench.report.template import breakable, linked
 from tests.frames import AFTER, BEFORE, metrics, sweep
@@ -87,3 +88,15 @@ def test_names_of_runs_are_links(text: str, html: str) -> None:
 def test_labels_are_text() -> None:
     html = curve_of_run(metrics("<script>"))
     assert "<script" not in html and "&lt;script&gt;" in html
+
+
+@pytest.mark.parametrize("count", [4, 5, 6, 7])
+def test_a_curve_has_as_many_bands_as_the_figure_of_the_sweep(count: int) -> None:
+    """Every setting has its band in the figure and in the page, or none has it in either."""
+    table = sweep([n / 10 for n in range(count)])
+    axes = ["method.factor"]
+    html = curve_of_sweep(table, axes, dict.fromkeys(table["run"], "a.html"))
+    assert html.count('class="band"') == count + 1
+    drawn = factor_sweep(table, axes).axes[1].collections
+    assert len(drawn) == (count + 1 if count <= MAX_BANDS else 1)
+    assert ("crowded" in html) == (len(drawn) == 1)

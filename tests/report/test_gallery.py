@@ -246,6 +246,39 @@ def test_every_figure_of_the_newest_runs_is_in_the_page_and_on_disk(many, pictur
     )
 
 
+def test_an_entry_begins_with_its_verdict_and_its_copy_leads_to_the_runs(
+    many: Path,
+) -> None:
+    """Of one page what that page says first, of several how the claims fared."""
+    sweep_page = many / "fig6/v001/sweep__f__x/report.html"
+    chip = '<p class="chip good">no bias</p><p class="result">All &lt;alike&gt;.</p>'
+    link = '<a href="../tiny__0/report.html#position=1">run</a>'
+    sweep_page.write_text(f"{chip}{link}")
+    RunDir(sweep_page.parent).renew(["report.html"])
+    page = write_gallery(many)
+    text = page.read_text()
+    parts = dict(re.findall('<section id="(.*?)">(.*?)</section>', text, re.DOTALL))
+    heads = {
+        name: re.findall('<span class="chip (.*?)">(.*?)</span>', part)
+        for name, part in parts.items()
+    }
+    assert heads == {
+        "fig3": [("bad", "1 of 3 hold")],
+        "fig6": [("good", "no bias")],
+        "fig7": [],
+        "fig9": [],
+    }
+    assert "</span> All &lt;alike&gt;." in parts["fig6"]
+    assert "Whole pages" not in parts["fig9"], "it has none"
+    copy = page.parent / "pages/fig6/sweep.html"
+    ((address, part),) = re.findall('href="(.*?)#(.*?)"', copy.read_text())
+    target = (copy.parent / address).resolve()
+    assert (target, part) == (
+        many / "fig6/v001/tiny__0/report.html",
+        "position=1",
+    )
+
+
 def test_a_caption_has_its_own_figures_and_a_picture_is_shown_once(
     picture: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import re
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -16,6 +17,7 @@ from rich.text import Text
 from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy
 from posbench.diagnose.page import glance as diagnosis_glance
 from posbench.diagnose.page import lines
+from posbench.report.compare import verdict as compare_verdict
 from posbench.report.console import (
     _Terminal,
     make_console,
@@ -235,8 +237,8 @@ def test_a_diagnosis_without_its_runs_has_a_sentence(verdict: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "word"),
     [
-        ((0.1, 0.05, 0.2), "second run higher"),
-        ((-0.1, -0.2, -0.05), "first run higher"),
+        ((0.1, 0.05, 0.2), "scale_channel higher"),
+        ((-0.1, -0.2, -0.05), "unmodified higher"),
         ((0.01, -0.05, 0.06), "no difference"),
         ((None, None, None), "cannot tell"),
     ],
@@ -247,6 +249,7 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
         "run": "1a2b3c4d",
         "label": "scale_channel",
         "n": 100,
+        "pairs": 100,
         "score_difference": value,
         "score_difference_ci_low": low,
         "score_difference_ci_high": high,
@@ -261,7 +264,44 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
         ordered = ("scale_channel", "unmodified")[:: 1 if value > 0 else -1]
         assert glance.sentence.startswith(f"{ordered[0]} scores 10.0 points above")
         assert glance.sentence.endswith(f"{ordered[1]}.") and glance.tone == "open"
+        # The number says the same, with its interval: the higher one minus the other.
+        (number,) = glance.numbers
+        assert number.name == "score, {} minus {}".format(*ordered)
+        ends = sorted(abs(100 * end) for end in (low, high))
+        assert number.value == f"+10.0 [{ends[0]:.1f}, {ends[1]:.1f}]"
+    # A long name stays in the sentence.
+    long = [first | {"label": "a" * 40}, row | {"label": "b" * 40}]
+    ordinals = {1: "second", -1: "first"}
+    sign = 0 if word in ("no difference", "cannot tell") else (1 if low > 0 else -1)
+    wanted = f"{ordinals[sign]} run higher" if sign else word
+    assert comparison_glance(long).word == wanted
+    # What stands under "In detail" never differs.
+    details = compare_verdict([first, row])
+    told = {1: "higher than", -1: "lower than", 0: "cannot be"}[sign]
+    assert details.count(told) == 1
     check_glance(comparison_glance([first, row, row]))
+
+
+def test_of_many_runs_each_is_counted_once() -> None:
+    empty: dict[str, Any] = {
+        "run": "1a2b3c4d",
+        "n": 9,
+        "position_bias_difference": None,
+    }
+    names = ("score_difference", "score_difference_ci_low", "score_difference_ci_high")
+    values = [(0.1, 0.05, 0.2), (-0.1, -0.2, -0.05), (0.0, -0.1, 0.1), (None,) * 3]
+    rows = [
+        empty | {"label": f"run{i}", "pairs": 9} | dict(zip(names, ends, strict=True))
+        for i, ends in enumerate([(None,) * 3, *values])
+    ]
+    glance = comparison_glance(rows)
+    check_glance(glance)
+    assert glance.word == "1 above, 1 below"
+    assert [number.value for number in glance.numbers] == ["1", "1", "1"]
+    assert glance.sentence.endswith("1 surely below; 1 cannot be compared.")
+    details = compare_verdict(rows)
+    for told in ("higher than run0", "lower than run0", "told apart", "be compared"):
+        assert details.count(told) == 1, told
 
 
 def test_a_number_at_a_limit_and_a_small_bound_are_said() -> None:

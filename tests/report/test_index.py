@@ -20,9 +20,12 @@ from rich.console import Console
 from posbench.cli.main import main
 from posbench.files.atomic import to_canonical
 from posbench.report.folder import read_csv
+from posbench.report.glance import run_glance, run_word
 from posbench.report.index import (
     age,
+    legend,
     list_title,
+    next_line,
     records,
     run_table,
 )
@@ -274,14 +277,14 @@ def test_a_line_has_what_ran_its_settings_verdict_score_bias_and_age(
     shared = ("v001", "model tiny", "task kv_retrieval", "scale_channel")
     assert_names(list_title(found), "2 runs", *shared)
     narrow = cells(outputs, 50, "scale_channel")
-    assert narrow[0][:4] == ["aaaa0002", "pairs=24", "factor=-1", "done"]
+    assert narrow[0][:4] == ["aaaa0002", "pairs=24", "factor=-1", "better"]
     assert narrow[0][4] == "92.7"
     (study,) = cells(outputs, 50, "maps")
     assert study[:8] == ["cccc0001", "tiny", "fig9", "maps", "2", "of", "3", "hold"]
     failed, killed, plain, *_ = cells(outputs, 80, "kv_retrieval")
     assert failed[:3] == ["bbbb0003", "unmodified", "version=v002"]
     assert failed[3] == "failed" and killed[3] == "killed"
-    assert plain[:4] == ["bbbb0001", "unmodified", "version=v001", "done"]
+    assert plain[:4] == ["bbbb0001", "unmodified", "version=v001", "measured"]
 
 
 def test_a_wide_terminal_has_intervals_differences_and_all_verdicts(
@@ -341,7 +344,7 @@ def test_long_names_are_cut_before_a_line_breaks(outputs: Path) -> None:
     for width in (60, 80):
         first = cells(outputs, width)[0]
         assert first[0] == "ffff0001" and first[1].endswith("...")
-        assert name.startswith(first[1].removesuffix("...")) and "done" in first
+        assert name.startswith(first[1].removesuffix("...")) and "measured" in first
 
 
 def test_the_verdict_is_that_of_the_run(outputs: Path) -> None:
@@ -365,9 +368,92 @@ def test_the_verdict_is_that_of_the_run(outputs: Path) -> None:
     assert by_hash(outputs)["bbbb0003"]["verdict"] == "", "it is not done"
 
 
+def test_a_study_without_scores_has_the_word_of_its_page(tmp_path: Path) -> None:
+    """The word is the study's own, not the number of its claims that hold; a wide terminal has both."""
+    folder = made(
+        tmp_path / "outputs/order/v001/tiny__order__none__dddd0001",
+        {"name": "none"},
+        7,
+        study={"name": "order", "_target_": "posbench.studies.order.OrderStudy"},
+    )
+    (folder / "metrics.csv").unlink()
+    row: dict[str, Any] = {"accuracy": 60.0, "n": 40, "tokens": 100}
+    row |= {"difference_low": 1.0, "difference_high": 9.0}
+    policies = [
+        row | {"name": name, "difference": difference}
+        for name, difference in (("as_retrieved", 0.0), ("reversed", 5.0))
+    ]
+    pd.DataFrame(policies).to_csv(folder / "policies.csv", index=False)
+    claim = dict.fromkeys(FINDING_COLUMNS, 0.0) | {"kind": "paper", "verdict": "holds"}
+    pd.DataFrame([claim]).to_csv(folder / "findings.csv", index=False)
+    facts = {"study": "order", "tables": ["policies"]}
+    (folder / "study.json").write_text(json.dumps(facts))
+    RunDir(folder, "dddd0001").seal("posbench")
+    outputs = tmp_path / "outputs"
+    record = by_hash(outputs)["dddd0001"]
+    glance = run_glance(folder)
+    assert (record["verdict"], record["tone"]) == (glance.word, glance.tone)
+    assert (glance.word, record["verdicts"]) == ("gains", "1 holds")
+    assert "1 holds" not in lines(outputs, 40)[1]
+    assert_names(lines(outputs, 160)[1], "gains", "1 holds")
+    # A damaged table of a study has no verdict.
+    (folder / "policies.csv").write_text("name\n")
+    (outputs / ".runs.json").unlink(missing_ok=True)
+    assert by_hash(outputs)["dddd0001"]["state"] == "damaged"
+
+
+@pytest.mark.parametrize("after", [None, [0.96, 0.9, 0.92], [0.5, 0.5, 0.5]])
+@pytest.mark.parametrize("biases", [None, (0.3, 0.2, 0.4), (0.05, 0.0, 0.3)])
+def test_the_word_of_a_list_is_that_of_the_page(
+    after: list[float] | None, biases: tuple[float, ...] | None, tmp_path: Path
+) -> None:
+    table = metrics(after=after) if after else metrics()
+    if not after:
+        table = table[table["method"] == "none"]
+    if biases:
+        names = dict.fromkeys(table["method"])
+        bias = table.iloc[[0] * len(names)].assign(
+            metric="position_bias", gold_position="all", method=list(names), note=""
+        )
+        ends = dict(zip(("value", "ci_low", "ci_high"), biases, strict=True))
+        table = pd.concat([table, bias.assign(**ends)])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    table.to_csv(folder / "metrics.csv", index=False)
+    glance = run_glance(folder)
+    assert run_word(folder) == (glance.word, glance.tone)
+
+
+def test_a_list_ends_with_units_and_the_next_command(outputs: Path) -> None:
+    folder = outputs / "kv_retrieval/v002/tiny__none__bbbb0003"
+    facts = {"started": "2026-05-05T10:00:00+00:00", "command": "posbench -m x"}
+    RunDir(folder, "bbbb0003").write_facts("provenance.json", facts)
+    found = records(outputs)
+    table = run_table(found, 160)
+    assert legend(table) == "score in %, difference in points, [95 % interval]"
+    assert "interval" not in legend(run_table(found, 60))
+    # Nothing is to be done after the newest run, a study without a class.
+    assert found[0]["run"] == "cccc0001" and found[1]["state"] == "failed"
+    assert (
+        next_line(found)
+        == "next: posbench -m x  (after bbbb0003: goes on where the run failed)"
+    )
+    for state, begin in (
+        ("incomplete", "posbench -m x  (after"),
+        ("mixed", f"remove {folder}, then posbench -m x  (after"),
+    ):
+        changed = [{**record} for record in found[1:]]
+        changed[0]["state"] = state
+        assert next_line(changed).startswith(f"next: {begin} bbbb0003: ")
+    (newest, *_) = done = records(outputs, ["run=aaaa*"])
+    glance = run_glance(Path(newest["folder"]))
+    assert next_line(done) == f"next: {glance.next}  (after aaaa0002: {glance.purpose})"
+    assert next_line([]) == ""
+
+
 def test_a_table_of_an_older_version_has_a_score_but_no_verdict(outputs: Path) -> None:
     folder = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001"
-    metrics().drop(columns="note").to_csv(folder / "metrics.csv", index=False)
+    metrics().drop(columns=["note", "seed"]).to_csv(folder / "metrics.csv", index=False)
     RunDir(folder, "aaaa0001").seal("posbench")
     found = by_hash(outputs)["aaaa0001"]
     assert found["verdict"] == "" and found["score"] is not None

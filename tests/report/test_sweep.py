@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from posbench.report import sweep
 from posbench.run.folder import JOBS, RunDir
@@ -98,3 +100,37 @@ def test_a_setting_whose_answers_are_missing_is_not_drawn() -> None:
     np.testing.assert_allclose(lines["0.5"], [60, 50, 40])
     assert np.isnan(lines["0.1"]).all()
     assert "1 of 2 runs: not drawn" in caption
+
+
+def test_terminal_and_page_show_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings of a sweep are read once, and terminal, page and first look say the same of them."""
+    runs = []
+    for number, after in enumerate(([0.9, 0.5, 0.9], [0.7, 0.6, 0.8])):
+        folder = tmp_path / f"kv/v001/tiny__scale_channel__aaaa000{number}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+        metrics(after=after).to_csv(folder / "metrics.csv", index=False)
+        RunDir(folder).seal("posbench")
+        runs.append(folder)
+    jobs = [
+        {"overrides": [f"method.factor={n}"], "folder": str(run), "status": 0}
+        for n, run in enumerate(runs)
+    ]
+    read = []
+    read_settings = sweep._read_settings
+    monkeypatch.setattr(
+        sweep, "_read_settings", lambda *args: read.append(1) or read_settings(*args)
+    )
+    console = Console(width=200, file=io.StringIO(), force_terminal=False)
+    folder = sweep.summarise(jobs, console, command="posbench -m method.factor=0,1")
+    assert len(read) == 1
+    assert folder is not None
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    page = (folder / "report.html").read_text()
+    words = html.unescape(" ".join(re.sub("<[^>]*>", " ", page).split()))
+    for average in ("76.7 [73.7, 79.7]", "70.0 [67.0, 73.0]"):
+        assert average in printed and average in words
+    assert "the average runs from 70.0 to 76.7 %" in words

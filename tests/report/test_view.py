@@ -11,7 +11,10 @@ import pytest
 
 from posbench.cli.main import main
 from posbench.report.index import records
+from posbench.report.links import read_head
+from posbench.report.page import write_page
 from posbench.report.view import write_view
+from posbench.stats.glance import Glance
 from tests.conftest import Result
 from tests.messages import assert_refused, refused
 from tests.report.test_index import made
@@ -53,6 +56,27 @@ def test_every_run_has_a_row_and_a_link(runs: Path) -> None:
     assert "diagnose/tiny__kv__12345678/report.html" in addresses
     assert not re.search("https?:", text)
     assert write_view(runs)[0] == page, "our own page is replaced"
+
+
+def test_the_verdict_comes_first(runs: Path) -> None:
+    """Of a run behind its name, and of a diagnosis before its title, in the words of its own page."""
+    page = next(runs.glob("diagnose/*/report.html"))
+    glance = Glance("not fixed", "bad", "It loses 5 % of <a>.")
+    write_page(page.parent, "a & b: diagnosis", glance, [])
+    text = write_view(runs)[0].read_text()
+    header = re.findall("<th scope[^>]*>(.*?)</th>", text)
+    assert header[:3] == ["run", "verdict", "what"]
+    row = text.partition("<tbody>")[2].partition("</tr>")[0]
+    assert re.findall('data-name="(.*?)"', row) == header
+    (entry,) = re.findall("<li>(.*?)</li>", text)
+    assert '<span class="red">not fixed</span>' in entry
+    assert unescape(re.sub("<[^>]*>", "", entry)) == "not fixed: a & b: diagnosis"
+    head = read_head(page)
+    assert (head.word, head.tone, head.sentence) == (
+        glance.word,
+        glance.tone,
+        glance.sentence,
+    )
 
 
 def test_the_command_prints_an_address_and_opens_nothing(

@@ -268,10 +268,11 @@ def test_a_bias_is_structural_only_if_prediction_and_score_both_move() -> None:
     # SmolLM2: the score stays where it was.
     direction, cause, note = verdicts(0.7, 0.7, 0.8)
     assert (direction, cause) == ("holds", "contradicted")
-    assert note.startswith("structure gets the direction right, not the cause; item 0")
+    assert note.startswith("item 0 is predicted 4 times the mean")
+    assert study.conclude(direction, cause)[0] == "not the cause"
     direction, cause, note = verdicts(-0.3, 0.6, 0.1)
     assert (direction, cause) == ("contradicted", "contradicted")
-    assert note.startswith("structure gets the direction wrong")
+    assert study.conclude(direction, cause)[0] == "wrong direction"
     assert verdicts(0.05, 0.6, 0.1)[:2] == ("inconclusive", "inconclusive")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +50,7 @@ WHERE_SHAPES_ARE = "docs/own_data.md shows each shape"
 
 
 def read_log(path: Path | str, references: Path | str | None = None) -> Log:
-    """Read a retrieval log of any known shape.
+    """Read a retrieval log of any known shape; the last log is not read again while its files stay as they are.
 
     Args:
         path: A file (JSON lines, a JSON array, CSV, parquet) or a BEIR folder.
@@ -60,6 +61,25 @@ def read_log(path: Path | str, references: Path | str | None = None) -> Log:
         UserError: A file cannot be read, or is of no known shape, or none of its lines can be read.
     """
     file = Path(path).expanduser()
+    of_references = Path(references).expanduser() if references is not None else None
+    stamps = [_stamps(f) for f in (file, of_references) if f is not None]
+    return _read_log(file, of_references, *stamps)
+
+
+def _stamps(place: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of a file, or of all files of a folder; empty where there is none."""
+    files = sorted(place.rglob("*")) if place.is_dir() else [place]
+    stamps = []
+    for file in files:
+        if file.is_file():
+            stat = file.stat()
+            stamps.append((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(stamps)
+
+
+@lru_cache(maxsize=1)
+def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
+    """Read a log, see :func:`read_log`; ``stamps`` change with the content of its files."""
     skips = Skips()
     if file.is_dir():
         shape = FOLDER
@@ -95,7 +115,7 @@ def read_log(path: Path | str, references: Path | str | None = None) -> Log:
     if references is None:
         lines += _reference_remarks(shape, seen, questions)
     else:
-        questions, line = _join(questions, Path(references).expanduser())
+        questions, line = _join(questions, references)
         lines.append(line)
     questions = [_with_gold(question) for question in questions]
     lines += _gold_remarks(questions)
