@@ -89,7 +89,7 @@ def test_each_number_that_no_run_stands_behind_says_so() -> None:
 def test_the_count_of_claims_is_that_of_the_file() -> None:
     text = (ROOT / "docs/real_model.md").read_text(encoding="utf-8")
     counts = re.search(
-        r"Of (\d+) claims of Yu et al\. on this model (\d+) hold, (\d+) are\s+contradicted, "
+        r"[Oo]f (\d+) claims of Yu et al\. on this model (\d+) hold, (\d+) are\s+contradicted, "
         r"(\d+) are\s+inconclusive[^.]*?and (\d+) are\s+not testable",
         text,
     )
