@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from PIL import Image
 
 from posbench import paths
 from posbench.files.atomic import write_csv
@@ -438,14 +436,6 @@ def test_a_gallery_keeps_what_a_folder_has_no_runs_of(
     assert list(pages.entries_of(page.read_text())["Other runs"]) == ["b"]
     images = {file.name for file in (tmp_path / "page").iterdir()}
     assert images == {name for name in old_images if name.startswith("b-")} != set()
-
-
-def test_figures_of_the_documentation_are_small(tmp_path: Path) -> None:
-    noise = tmp_path / "noise.png"
-    Image.frombytes("RGB", (400, 300), os.urandom(400 * 300 * 3)).save(noise)
-    small = pages.shrink_png(noise)
-    assert len(small) <= 100_000 < noise.stat().st_size
-    assert Image.open(io.BytesIO(small)).size == (280, 210)
 
 
 @pytest.mark.parametrize(

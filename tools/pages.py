@@ -10,15 +10,17 @@ python tools/pages.py gallery DIR        the figures of all runs; they go to a f
 
 --out FILE writes the page between the marks <!-- PAGE --> and <!-- /PAGE --> of a file:
 
-python tools/pages.py gallery outputs --out docs/gallery.md
+python tools/pages.py gallery outputs --out my_gallery.md
 
 --beside PATH adds a further model: to a gallery what the model's own page shows, which is made first; to claims those
 of its runs in a folder of their own, or of the CSV file that its own page of claims leaves beside itself:
 
 python tools/pages.py gallery real --out experiments/results/smollm2.md
-python tools/pages.py gallery outputs --beside experiments/results/smollm2.md --out docs/gallery.md
+python tools/pages.py gallery outputs --beside experiments/results/smollm2.md --out my_gallery.md
 python tools/pages.py claims outputs --beside experiments/results/smollm2.csv \\
   --out experiments/yu2025/results/yu2025_claims.md
+
+docs/gallery.md is the gallery of the runs that are kept in the repository: python tools/figures.py redraw.
 
 --keep leaves what a gallery or a page of claims shows of experiments that DIR has no runs of: those of a large model
 take hours, and need not all be made again, nor on one machine. Each says what it was made with.
@@ -30,8 +32,6 @@ python tools/pages.py claims real --keep --out experiments/results/smollm2.md
 from __future__ import annotations
 
 import argparse
-import io
-import itertools
 import os
 import re
 import sys
@@ -40,12 +40,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
-from PIL import Image
 
 from posbench import paths
-from posbench.cli.verbs import report
 from posbench.errors import UserError, complain
-from posbench.files.atomic import write_bytes, write_text
+from posbench.files.atomic import write_text
 from posbench.files.markdown import markdown
 from posbench.files.parse import Objects
 from posbench.late import pd
@@ -54,7 +52,7 @@ from posbench.report.collect import Entry, Panel, collect_entries, natural_order
 from posbench.report.experiments import PAPERS, trains_networks
 from posbench.report.folder import read_csv, read_json
 from posbench.report.gallery import HEADINGS, heading, paper_of, paper_shows
-from posbench.report.page import read_run
+from posbench.report.page import compact_svg, read_run
 from posbench.report.paper import AGREEMENT
 from posbench.report.tables import findings_table, format_p_value, papers_first
 from posbench.report.text import count_verdicts, tally_verdicts
@@ -69,7 +67,6 @@ COUNTING_RULE = (
     "(controls apart) that this page shows of a model; in brackets what a claim was asked of where that may be one of "
     "several."
 )
-MAX_PNG_BYTES = 100_000
 MAX_PANELS = 3
 EXPERIMENTS_HEADER = ("item", "what it shows", "command", "minutes", "status")
 TRAINING_STATUS = "training: hours ([results](results/wu2025/README.md))"
@@ -146,7 +143,7 @@ def make_page(
     elif name == "gallery":
         image_folder = out.stem if out else name
         further = sections_of(beside, out) if beside and out else None
-        kept = _read_entries(out, "--keep") if out and keep else {}
+        kept = read_entries(out, "--keep") if out and keep else {}
         page, images = gallery_page(
             collect_entries(folder), image_folder, further, kept
         )
@@ -194,18 +191,12 @@ def _write_images(folder: Path, images: Mapping[str, Path], text: str) -> None:
     """Write figures to a folder under their names there, and remove the images that its page does not show."""
     folder.mkdir(exist_ok=True)
     for name, figure in images.items():
-        write_bytes(folder / name, shrink_png(_as_png(figure)))
-    for file in folder.glob("*.png"):
-        if f"({folder.name}/{file.name})" not in text:
+        svg = figure.read_text(encoding="utf-8")
+        write_text(folder / name, compact_svg(svg))
+    for file in folder.iterdir():
+        is_picture = file.suffix in (".png", ".svg")
+        if is_picture and f"({folder.name}/{file.name})" not in text:
             file.unlink()
-
-
-def _as_png(figure: Path) -> Path:
-    """The PNG of a run's figure, drawn where the run has none yet."""
-    png = figure.with_suffix(".png")
-    if not png.is_file():
-        report([str(figure.parents[1]), "--format", "png"])
-    return png
 
 
 def between_marks(file: Path, name: str, page: str) -> str:
@@ -640,7 +631,7 @@ def _entry_text(entry: Entry, images: str) -> str:
     return "\n\n".join(texts)
 
 
-def _read_entries(file: Path, option: str) -> dict[str, dict[str, str]]:
+def read_entries(file: Path, option: str) -> dict[str, dict[str, str]]:
     """The entries of a gallery's file, see :func:`entries_of`; none where there is no file yet.
 
     Args:
@@ -686,7 +677,7 @@ def sections_of(page: Path, out: Path) -> dict[str, str]:
     link = Path(os.path.relpath(page, out.parent)).as_posix()
     entries = {
         name: text
-        for of_paper in _read_entries(page, "--beside").values()
+        for of_paper in read_entries(page, "--beside").values()
         for name, text in of_paper.items()
     }
     if not entries:
@@ -714,7 +705,7 @@ def _anchor(title: str) -> str:
 
 def _image_name(entry: Entry, panel: Panel) -> str:
     """The name of a figure in a folder of images."""
-    return f"{entry.name}-{panel.result.label}-{panel.figure}.png"
+    return f"{entry.name}-{panel.result.label}-{panel.figure}.svg"
 
 
 def _figure_text(entry: Entry, panel: Panel, images: str) -> str:
@@ -740,26 +731,6 @@ def _shown_panels(entry: Entry) -> list[Panel]:
     """The figures that stand for the paper's; of an experiment that names none, the first three."""
     named = [panel for panel in entry.panels if panel.covers]
     return named or entry.panels[:MAX_PANELS]
-
-
-def shrink_png(file: Path) -> bytes:
-    """A figure as a smaller PNG, with fewer colours, then fewer pixels.
-
-    It has at most :data:`MAX_PNG_BYTES` if one of the sizes tried has, else the smallest size.
-    """
-    image = Image.open(file).convert("RGB")
-    for scale, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
-        size = round(scale * image.width), round(scale * image.height)
-        small = image.resize(size, Image.Resampling.LANCZOS)
-        # Rare colours count as much as others: a colour bar keeps all of its own.
-        small = small.quantize(
-            colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
-        )
-        stream = io.BytesIO()
-        small.save(stream, "png", optimize=True)
-        if stream.tell() <= MAX_PNG_BYTES:
-            break
-    return stream.getvalue()
 
 
 def families_page() -> str:

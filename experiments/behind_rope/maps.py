@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def maps_figure(
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)
-    height = len(rows) * (0.92 * width / across + 0.1) + 0.4  # squares with a title
+    height = len(rows) * (0.92 * width / across + 0.1) + 0.6  # squares with a title
     figure, grid = plot.new_figure(
         width, height, len(rows), across, sharex=True, sharey=True, squeeze=False, n=n
     )
@@ -126,9 +127,7 @@ def maps_figure(
 def _draw_map(figure: Figure, axes: Axes, scores: Array) -> None:
     """Draw one map with its colour bar in the empty half of a causal map."""
     low, high = np.nanquantile(scores, COLOUR_QUANTILES)
-    image = axes.imshow(
-        scores, cmap="viridis", vmin=low, vmax=high, interpolation="nearest"
-    )
+    image = axes.imshow(scores, cmap="viridis", vmin=low, vmax=high)
     causal = np.isnan(scores[0, -1])
     if not causal:
         figure.colorbar(image, ax=axes, location="bottom", fraction=0.046, pad=0.02)
@@ -137,6 +136,8 @@ def _draw_map(figure: Figure, axes: Axes, scores: Array) -> None:
     bar = figure.colorbar(
         image, cax=inside, orientation="horizontal", ticks=[low, high]
     )
-    bar.ax.set_xticklabels([f"{low:.3g}", f"{high:.3g}"], fontsize=5.5)
+    # As many decimals as tell the ends of the scale apart.
+    decimals = max(0, 1 - math.floor(math.log10(high - low))) if high > low else 2
+    bar.ax.set_xticklabels([f"{low:.{decimals}f}", f"{high:.{decimals}f}"])
     bar.ax.tick_params(length=2, pad=1)
     bar.outline.set_visible(False)

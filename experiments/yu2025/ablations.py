@@ -350,7 +350,7 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
     names = [display_name(name) for name in rows.index]
     left.set_yticks(heights, names)
     left.set(
-        xlabel="score over all positions (%)",
+        xlabel="accuracy over all positions (%)",
         xlim=(-3, 103),
         ylim=(len(table) - 0.5, -0.5),
     )

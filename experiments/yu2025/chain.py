@@ -109,8 +109,8 @@ class Chain(Study):
         caption = (
             "(c) Mean of the positional channel over random text and the layers behind the first, where a "
             "span cannot see what comes before it, or has shifted position ids. (d) Gold item with a crop "
-            "mask, or moved position ids. (e) Channel of one item moved towards the beginning. (f) Attention "
-            "to one item doubled. Bands: 95 %."
+            "mask, or moved position ids. (e) Channel of one item (circle) moved towards the beginning. "
+            "(f) Attention to one item doubled. Bands: 95 %."
         )
         figures = {"chain": (chain_figure(tables), caption)}
         for name, link in self._links().items():
@@ -177,7 +177,7 @@ def chain_figure(tables: Tables) -> Figure:
     cropped.set_title(f"mask to attention, {cropped.get_title()}")
 
     channel_subtraction.panel(subtracted, items, "other", "attention")
-    subtracted.set_title(f"channel of item {items['other'].iloc[0]} to attention")
+    subtracted.set_title("channel to attention")
 
     labels = {
         UNMODIFIED: "unmodified",
@@ -185,7 +185,7 @@ def chain_figure(tables: Tables) -> Figure:
         "other": "another doubled (control)",
     }
     plot.bands(doubled, tables["doubling/doubling"], "mode", labels, name="score")
-    plot.percent_axes(doubled, "score (%)")
+    plot.percent_axes(doubled)
     doubled.set_title("attention to accuracy")
 
     for letter, axes in zip("abcdef", grid.flat, strict=True):

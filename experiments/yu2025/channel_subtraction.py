@@ -231,7 +231,7 @@ class ChannelSubtraction(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = "Mean of the channel over every item, and attention to it (95 %)."
+        caption = "Mean of the channel over every item (95 %), and attention to it."
         return {"channel_subtraction": (items_figure(tables["items"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -346,7 +346,16 @@ def panel(axes: Axes, items: pd.DataFrame, role: str, measure: str) -> None:
     """The channel or the attention of every item, unmodified and with one item changed (the circle)."""
     rows = items[items["measure"] == measure]
     labels = {UNMODIFIED: "unmodified", role: "channel changed"}
-    plot.bands(axes, rows, "variant", labels, x="item", scale=1)
+    if measure == "attention":
+        # An interval of a weight near 0 reaches below it, which a log axis cannot show.
+        for variant, label in labels.items():
+            line = rows[rows["variant"] == variant].sort_values("item")
+            style = plot.line_style(0, variant == UNMODIFIED)
+            # Seen on both sides of the unmodified model's dashes where they coincide.
+            style["linewidth"] = 1.2 if variant == UNMODIFIED else 3
+            axes.plot(line["item"], line["value"], label=label, **style)
+    else:
+        plot.bands(axes, rows, "variant", labels, x="item", scale=1)
     axes.axvline(
         rows["gold"].iloc[0],
         color=plot.GOLD_COLOUR,

@@ -141,4 +141,4 @@ def draw_over_positions(
     plot.bands(score, table, by, labels, name="score", ordered=ordered)
     attention.set(xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL)
     plot.start_at_zero(attention)
-    plot.percent_axes(score, "score (%)")
+    plot.percent_axes(score)

@@ -1,7 +1,7 @@
 """The look of all figures: palette, lines with bands, axes, legends; `save` writes a figure.
 
 Nothing touches pyplot's global state. A colour has one meaning in all figures: see the palette. It is
-Okabe-Ito with three dark colours of its kind, which the colour-blind can distinguish; lines also differ by marker
+Okabe-Ito with four further colours, which the colour-blind can distinguish; lines also differ by marker
 or dash, so that every figure survives a grey printer.
 """
 
@@ -31,7 +31,15 @@ CONTROL_COLOUR = "#CC79A7"
 """Controls."""
 PAPER_COLOUR = "#882255"
 """The paper's values."""
-COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
+COLOURS = (
+    BLUE,
+    "#D55E00",
+    "#009E73",
+    "#56B4E9",
+    "#332288",
+    "#8B5A2B",
+    "#8914EB",
+)
 """Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
 (layers, factors, lengths) are steps of a scale instead: see :func:`line_style`."""
 SCALE_END = 0.62
@@ -81,6 +89,7 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
     "axes.linewidth": 0.6,
+    "image.interpolation": "none",  # a cell of a map has the colour of its value
     "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -168,6 +177,8 @@ def new_panels(
     return figure, list(panels.flat[:count])
 
 
+LOG_AXIS_RATIO = 100
+"""Largest over smallest of positive numbers from which their axis is logarithmic, as for learning rates."""
 MAX_PANELS_PER_ROW = 8
 """Most small axes of layers in a row, with room for two ticks on each x axis."""
 

@@ -13,6 +13,8 @@ from posbench.plots import base as plot
 from posbench.stats.frames import need_columns
 
 POSITIONS = ("beginning", "middle", "end")
+MAX_CHANNEL_PANELS = 24
+"""Most panels of a figure of a channel: of a deep model it draws some of the layers."""
 MAX_CANDIDATES = 30
 """Most candidates that a figure draws in addition to the selected one."""
 
@@ -100,8 +102,9 @@ def channel_figure(
 ) -> Figure:
     """Value of one channel over the token position, a panel for each site and layer.
 
-    Each panel has a y axis of its own. Where the first token's value dwarfs all others,
-    the axis is fitted to the others, and its value is below the title in brackets.
+    Of a deep model it draws every second, third, ... layer, and its title says so. Each panel has a y axis of its own.
+    Where the first token's value dwarfs all others, the axis is fitted to the others, and its value is below the title
+    in brackets.
 
     Args:
         channels: Rows of channels.csv: channel, site, layer, token, value (mean over
@@ -117,6 +120,9 @@ def channel_figure(
         str(site): list(of_site.groupby("layer"))
         for site, of_site in rows.groupby("site", sort=False)
     }
+    most_layers = max(map(len, layers_of.values()))
+    step = math.ceil(most_layers * len(layers_of) / MAX_CHANNEL_PANELS)
+    layers_of = {site: layers[::step] for site, layers in layers_of.items()}
     across = plot.layers_per_row(max(map(len, layers_of.values())))
     rows_of = {site: math.ceil(len(ls) / across) for site, ls in layers_of.items()}
     num_panels = across * sum(rows_of.values())
@@ -134,6 +140,8 @@ def channel_figure(
             axes.set_ylabel(f"channel {channel},\n{site.replace('_', ' ')}")
     # The last site is at the bottom of the figure.
     plot.label_bottom_row(of_site, across, plot.TOKEN_LABEL)
+    if step > 1:
+        figure.suptitle(f"one layer of {step}; the others are left out")
     plot.add_legend_below(figure)
     return figure
 

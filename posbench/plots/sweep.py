@@ -28,11 +28,9 @@ PANELS = {
 }
 """Label of the y axis, factor of the numbers, and the value that prefers no side."""
 MAX_TICK_CHARACTERS = 36
-"""Length of all settings above which the x axis numbers them."""
+"""Length of all settings above which they stand one below the other."""
 MAX_BANDS = 5
-"""Lines beside the unmodified model's up to which each has its 95 % band; more bands hide each other."""
-LOG_AXIS_RATIO = 100
-"""Largest over smallest of positive settings from which their x axis is logarithmic, as for learning rates."""
+"""Lines beside the unmodified one up to which each has its 95 % band; more get a panel with their changes."""
 
 
 def with_setting(
@@ -142,17 +140,8 @@ def _draw_setting_lines(
     y = estimate_columns(name)[0]
     has_band = len(settings) <= MAX_BANDS
     modified = modified_of(rows)
-    unmodified = rows.iloc[:0]
-    if len(modified) < len(rows):
-        unmodified = rows[rows["method"] == frames.UNMODIFIED]
-    columns = ["depth", *estimate_columns(name)]
-    points = unmodified[columns].drop_duplicates().sort_values("depth")
-    is_common = points["depth"].is_unique
-    if "run" in unmodified:
-        # Equal in every run: each point occurs once per run that has a baseline.
-        occurrences = unmodified.groupby(["depth", y]).size()
-        in_all_runs = (occurrences == unmodified["run"].nunique()).all()
-        is_common &= len(points) > 0 and in_all_runs
+    has_unmodified = len(modified) < len(rows)
+    common = _common_baseline(rows, name)
     styles = setting_styles(settings)
     for setting, style in zip(settings, styles, strict=True):
         line = modified[modified["setting"] == setting].sort_values("depth")
@@ -160,7 +149,7 @@ def _draw_setting_lines(
             plot.band(axes, line, style, name=name, scale=scale, label=setting)
         elif len(line):
             axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
-        if len(points) and not is_common:
+        if has_unmodified and common.empty:
             line = unmodified_of(rows, setting).sort_values("depth")
             label = "unmodified (its colour, open)" if setting == settings[-1] else None
             axes.plot(
@@ -170,9 +159,50 @@ def _draw_setting_lines(
                 color=style["color"],
                 linestyle=plot.DASHED,
             )
-    if len(points) and is_common:
+    if len(common):
         style = plot.line_style(0, unmodified=True)
-        plot.band(axes, points, style, name=name, scale=scale, label="unmodified")
+        plot.band(axes, common, style, name=name, scale=scale, label="unmodified")
+
+
+def _common_baseline(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The unmodified model's line if it is the same in all settings: depth and estimate; else no rows.
+
+    Args:
+        rows: Rows with setting, method and depth.
+        name: The estimate, see :func:`posbench.stats.findings.estimate_columns`.
+    """
+    unmodified = rows.iloc[:0]
+    if len(modified_of(rows)) < len(rows):
+        unmodified = rows[rows["method"] == frames.UNMODIFIED]
+    columns = ["depth", *estimate_columns(name)]
+    points = unmodified[columns].drop_duplicates().sort_values("depth")
+    is_common = points["depth"].is_unique
+    if "run" in unmodified:
+        # Equal in every run: each point occurs once per run that has a baseline.
+        occurrences = unmodified.groupby(["depth", estimate_columns(name)[0]]).size()
+        is_common &= bool((occurrences == unmodified["run"].nunique()).all())
+    return points if is_common else points.iloc[:0]
+
+
+def _draw_changes(
+    axes: Axes, rows: pd.DataFrame, common: pd.DataFrame, settings: list[str]
+) -> None:
+    """Draw how each setting changes the score at each gold position, in points.
+
+    Args:
+        axes: Where they are drawn.
+        rows: Rows with setting, method and depth.
+        common: The unmodified model's line.
+        settings: The settings in drawing order.
+    """
+    base = common.set_index("depth")["value"]
+    modified = modified_of(rows)
+    for setting, style in zip(settings, setting_styles(settings), strict=True):
+        line = modified[modified["setting"] == setting].set_index("depth")["value"]
+        change = 100 * (line - base).sort_index()
+        axes.plot(100 * change.index, change, **style)
+    axes.axhline(0, **plot.UNMODIFIED_LINE)
+    axes.set(xlabel=plot.DEPTH_LABEL, ylabel="change (points)")
 
 
 def _draw_levels(
@@ -202,7 +232,8 @@ def factor_sweep(
 ) -> Figure:
     """Score over the swept values: overall with intervals (left), and per gold position (right).
 
-    A setting without positions (a closed book, the gold document alone) is a horizontal line on the right.
+    Many settings that share one unmodified model have a third panel with their changes by gold position. A setting
+    without positions (a closed book, the gold document alone) is a horizontal line in the second one.
 
     Args:
         summary: Rows of summary.csv: run, the swept columns, then those of metrics.csv.
@@ -225,33 +256,47 @@ def factor_sweep(
     at_positions = frames.rows_at_positions(rows)
     counts = (at_positions if len(at_positions) else rows).get("n", ())
     height = max(2.6, 0.8 + 0.16 * len(settings))
-    figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=counts)
-    _draw_overall(left, rows, settings, label)
+    common = _common_baseline(at_positions, "")
+    shows_changes = len(settings) > MAX_BANDS and len(common) > 0
+    numbers = _as_numbers(settings)
+    is_list = numbers is None and sum(map(len, settings)) > MAX_TICK_CHARACTERS
+    num_panels = 3 if shows_changes else 2
+    figure, panels = plot.new_figure(plot.PAGE, height, 1, num_panels, n=counts)
+    left, right = panels[:2]
+    _draw_overall(left, rows, settings, label, is_list)
     _draw_setting_lines(right, at_positions, settings, "", 100)
     _draw_levels(right, rows, at_positions, settings)
-    handles, legend_labels = right.get_legend_handles_labels()
-    x_label = label
-    numbers = _as_numbers(settings)
-    if numbers is None:
-        names = settings
-        if sum(map(len, settings)) > MAX_TICK_CHARACTERS:
-            x_label = "setting (numbered in the legend)"
-            names = [str(index + 1) for index in range(len(settings))]
-            numbered = {name: f"{i}: {name}" for i, name in enumerate(settings, 1)}
-            legend_labels = [numbered.get(text, text) for text in legend_labels]
-        left.set_xticks(range(len(settings)), names)
-        left.set_xlim(-0.5, len(settings) - 0.5)
-    elif numbers.min() > 0 and numbers.max() >= LOG_AXIS_RATIO * numbers.min():
-        left.set_xscale("log")
+    if shows_changes:
+        _draw_changes(panels[2], at_positions, common, settings)
     metric = frames.metric_name(summary)
-    plot.percent_axes(left, f"{metric}, all positions (%)", x_label)
+    score_label = f"{metric}, all positions (%)"
     plot.percent_axes(right, f"{metric} (%)")
-    figure.legend(handles, legend_labels, loc="outside right center", title=label)
+    handles, legend_labels = right.get_legend_handles_labels()
+    if is_list:
+        left.set(xlabel=score_label, xlim=(-3, 103), xticks=range(0, 101, 20))
+        left.set_yticks(range(len(settings)), settings)
+        left.set_ylim(len(settings) - 0.5, -0.5)
+        # The left axis names the colours and marks.
+        kept = [i for i, text in enumerate(legend_labels) if text not in settings]
+        handles = [handles[i] for i in kept]
+        legend_labels = [legend_labels[i] for i in kept]
+        left.set_title(label, loc="left")
+    else:
+        plot.percent_axes(left, score_label, label)
+        if numbers is None:
+            left.set_xticks(range(len(settings)), settings)
+            left.set_xlim(-0.5, len(settings) - 0.5)
+        elif 0 < plot.LOG_AXIS_RATIO * numbers.min() <= numbers.max():
+            left.set_xscale("log")
+    if is_list and handles:
+        figure.legend(handles, legend_labels, loc="outside lower center", ncols=2)
+    elif handles:
+        figure.legend(handles, legend_labels, loc="outside right center", title=label)
     return figure
 
 
 def _draw_overall(
-    axes: Axes, rows: pd.DataFrame, settings: list[str], label: str
+    axes: Axes, rows: pd.DataFrame, settings: list[str], label: str, is_list: bool
 ) -> None:
     """Draw the score of every setting over all positions.
 
@@ -262,6 +307,7 @@ def _draw_overall(
         rows: Rows with setting, of the task's own metric.
         settings: The settings in drawing order.
         label: Name of the settings, for an error.
+        is_list: Whether the settings stand on the y axis, one below the other, in place of the x axis.
     """
     modified = modified_of(rows)
     points = frames.rows_over_all_positions(modified).set_index("setting")
@@ -295,15 +341,20 @@ def _draw_overall(
         axes.plot(x, y, color=plot.GUIDE, linewidth=0.8)
     styles = setting_styles(settings)
     for x_value, setting, style in zip(x, settings, styles, strict=True):
-        style |= {"linestyle": "none", "capsize": 2}
+        style |= {"linestyle": "none", "capsize": 2, "upright": not is_list}
         plot.percent_bars(axes, [x_value + offset], points.reindex([setting]), **style)
         if len(distinct) > 1:
             style["markerfacecolor"] = "white"
             plot.percent_bars(axes, [x_value], levels.loc[[setting]], **style)
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
-        axes.axhline(value, **plot.UNMODIFIED_LINE)
-        axes.axhspan(low, high, color=plot.BLACK, alpha=0.1, linewidth=0)
+        shade: dict[str, Any] = {"color": plot.BLACK, "alpha": 0.1, "linewidth": 0}
+        if is_list:
+            axes.axvline(value, **plot.UNMODIFIED_LINE)
+            axes.axvspan(low, high, **shade)
+        else:
+            axes.axhline(value, **plot.UNMODIFIED_LINE)
+            axes.axhspan(low, high, **shade)
 
 
 @plot.styled

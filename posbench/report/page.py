@@ -380,6 +380,11 @@ def write_page(
     return path
 
 
+def compact_svg(svg: str) -> str:
+    """An SVG as text without the digits of its coordinates that no screen shows, and without indentation."""
+    return LONG_FRACTION.sub(r"\1", re.sub(r"^ +", "", svg, flags=re.MULTILINE))
+
+
 def embedded_figure(file: Path, caption: str) -> dict[str, Any]:
     """Return an SVG as a page embeds it: address with its content, caption, width and height.
 
@@ -389,7 +394,7 @@ def embedded_figure(file: Path, caption: str) -> dict[str, Any]:
     """
     svg = file.read_text(encoding="utf-8")
     size = figure_size(svg)
-    short = LONG_FRACTION.sub(r"\1", re.sub(r"\s+", " ", svg)).replace('"', "'")
+    short = re.sub(r"\s+", " ", compact_svg(svg)).replace('"', "'")
     encoded = urllib.parse.quote(short, safe=" /:=;,'()!*+?@")
     source = f"data:image/svg+xml,{encoded}"
     return {"source": source, "caption": caption, **size}

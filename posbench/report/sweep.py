@@ -621,7 +621,11 @@ def _score_figure(
     figure = plots.factor_sweep(scores, axes)
     left = "score over all positions with 95 % intervals"
     right = "score over the position of the answer"
-    caption = f"Left: {left}. Right: {right}.{drawn_note}"
+    caption = f"Left: {left}. Right: {right}."
+    if len(figure.axes) > 2:
+        change = "its change from the unmodified model"
+        caption = f"Left: {left}. Middle: {right}. Right: {change}."
+    caption += drawn_note
     is_missing = tables.has_missing_note(rows)
     if is_missing.any():
         num_missing = rows.loc[is_missing, "run"].nunique()

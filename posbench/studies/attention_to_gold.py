@@ -700,9 +700,7 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
         grid = rows.pivot_table(
             index="gold_position", columns="item", values="attention"
         )
-        image = axes.imshow(
-            grid, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest"
-        )
+        image = axes.imshow(grid, norm=norm, cmap="viridis", aspect="auto")
         plot.set_few_ticks(axes.set_yticks, grid.index, 5)
         if large:
             axes.set_title(title, fontsize=plot.STYLE["axes.titlesize"])

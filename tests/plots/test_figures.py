@@ -116,6 +116,17 @@ def test_channel_lines_have_a_panel_for_each_site_and_layer():
         channel_figure(channels(), 34)
 
 
+def test_a_channel_of_a_deep_model_has_some_of_its_layers_and_says_so():
+    table = pd.concat(
+        channels().query("layer == 0").assign(layer=layer) for layer in range(31)
+    )
+    figure = channel_figure(table, 33)
+    drawn = [axes.get_title() for axes in figure.axes]
+    assert drawn == [f"layer {layer}" for layer in range(0, 31, 3)] * 2
+    assert figure.get_suptitle() == "one layer of 3; the others are left out"
+    assert not channel_figure(channels(), 33).get_suptitle()
+
+
 def test_candidates_are_the_best_and_the_winner():
     axes = candidate_losses_figure(search()).axes[0]
     labels = [text.get_text() for text in axes.get_yticklabels()]
@@ -224,8 +235,41 @@ def test_seeds_are_names_without_an_order():
 
 def test_few_lines_of_a_sweep_have_bands_and_many_have_none():
     for settings, num_bands in (([0.5, 1.0], 3), ([0.1 * i for i in range(6)], 1)):
-        _, right = factor_sweep(sweep(settings)).axes
+        right = factor_sweep(sweep(settings)).axes[1]
         assert len(right.collections) == num_bands  # the unmodified model's among them
+
+
+def test_many_lines_have_a_panel_with_their_changes():
+    assert len(factor_sweep(sweep([0.1 * i for i in range(5)])).axes) == 2
+    settings = [0.1 * i for i in range(6)]
+    table = sweep(settings)
+    _, scores, changes = factor_sweep(table).axes
+    base = np.array(line(scores, "unmodified").get_ydata())
+    *drawn, zero = changes.lines
+    assert len(drawn) == len(settings) and list(zero.get_ydata()) == [0, 0]
+    for change, score in zip(drawn, scores.lines, strict=False):
+        np.testing.assert_allclose(change.get_xdata(), score.get_xdata())
+        np.testing.assert_allclose(change.get_ydata(), score.get_ydata() - base)
+        assert change.get_color() == score.get_color()
+
+
+def test_long_names_of_settings_stand_beside_their_points_alone():
+    names = {0.5: "a long name of a setting", 1.0: "another long name of a setting"}
+    table = sweep([1.0, 0.5])
+    table["block"] = table["method.factor"].map(names)
+    figure = factor_sweep(table.drop(columns="method.factor"), "block")
+    left, right = figure.axes
+    listed = [text.get_text() for text in left.get_yticklabels()]
+    assert sorted(listed) == sorted(names.values())
+    legend = [text.get_text() for box in figure.legends for text in box.get_texts()]
+    assert legend == ["unmodified"]
+    for index, name in enumerate(listed):
+        point = left.containers[index].lines[0]
+        assert list(point.get_ydata()) == [index]
+        assert point.get_color() == line(right, name).get_color()
+        assert point.get_marker() == line(right, name).get_marker()
+        mean = np.mean(line(right, name).get_ydata())
+        np.testing.assert_allclose(point.get_xdata(), [mean])
 
 
 def test_sweep_over_models_keeps_each_unmodified():

@@ -345,9 +345,9 @@ def test_a_further_model_stands_beside_with_the_figures_of_its_page(
     text = gallery.read_text()
     links = re.findall(r"!\[.*\]\((.+)\)", text)
     assert links == [
-        "gallery/fig3-tiny-curve.png",
-        "../results/small/fig3-small-curve.png",
-        "gallery/fig6-tiny-curve.png",
+        "gallery/fig3-tiny-curve.svg",
+        "../results/small/fig3-small-curve.svg",
+        "gallery/fig6-tiny-curve.svg",
     ]
     assert all((gallery.parent / link).is_file() for link in links)
     (anchor,) = re.findall(r"\(\.\./results/small\.md#(.+?)\)", text)
@@ -653,7 +653,8 @@ def test_the_gallery_in_the_documentation(many, tmp_path, capsys):
     page.parent.mkdir()
     page.write_text("# Gallery\n\n<!-- gallery -->\n<!-- /gallery -->\nend\n")
     (page.with_suffix("")).mkdir()
-    (page.with_suffix("") / "old.png").write_bytes(b"")
+    for name in ("old.png", "old.svg"):
+        (page.with_suffix("") / name).write_bytes(b"")
     assert pages.main(["gallery", str(many), "--out", str(page)]) == 0, (
         capsys.readouterr().err
     )
@@ -661,7 +662,7 @@ def test_the_gallery_in_the_documentation(many, tmp_path, capsys):
     assert text.startswith("# Gallery") and text.endswith("end\n")
     images = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert (
-        len(images) == len(set(images)) == 6 and "shown/fig6-sweep-sweep.png" in images
+        len(images) == len(set(images)) == 6 and "shown/fig6-sweep-sweep.svg" in images
     )
     assert {f"shown/{p.name}" for p in page.with_suffix("").iterdir()} == set(images)
     assert_line_names(text, "We see", "Holds", "a_claim (tiny)", "a_claim (tiny_b)")

@@ -250,7 +250,9 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
             # The paper's own ratios, where it has some.
             printed = _printed_ratios(row, rows)
             if printed:
-                axes.plot(printed, [y] * len(printed), **plot.PAPER_MARKER)
+                # Around ours where both are the same.
+                ring = plot.PAPER_MARKER | {"markerfacecolor": "none", "markersize": 6}
+                axes.plot(printed, [y] * len(printed), **ring)
         names = rows["way"][::-1].replace(UNMODIFIED, "unmodified")
         axes.set_yticks(range(len(rows)), names)
         axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
@@ -259,7 +261,11 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
     quantity = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
     base = str(measured["base"].iloc[0]).replace(UNMODIFIED, "unmodified")
     label = f"{quantity} {base} (median and range over rounds)"
-    axes.set(xlabel=label, xlim=(0, None))
+    axes.set(xlabel=label)
+    if 0 < plot.LOG_AXIS_RATIO * measured[kind].min() <= measured[kind].max():
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(0, None)
     if "paper" in plot.legend_entries(figure)[1]:
         plot.add_legend_below(figure)
     return figure
