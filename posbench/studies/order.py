@@ -424,7 +424,14 @@ class OrderStudy(Study):
         )
         if gain.ci_low > 0:
             sentence = f"{best['name']} answers {gain.value:.1f} points more than the prompts as they were retrieved."
-            return Glance("gains", "good", sentence, numbers)
+            return Glance(
+                "gains",
+                "good",
+                sentence,
+                numbers,
+                next=f"posbench method={best['name']}",
+                purpose="measures scores and position bias under it",
+            )
         sentence = f"No policy surely answers more than the prompts as retrieved; the best is {best['name']}."
         return Glance("no sure gain", "open", sentence, numbers)
 

@@ -58,6 +58,14 @@ def test_every_run_has_a_row_and_a_link(runs: Path) -> None:
     assert write_view(runs)[0] == page, "our own page is replaced"
 
 
+def test_the_page_says_what_to_do_next(runs: Path) -> None:
+    """The command after the newest run that is done: the failed one has no command that would repeat it."""
+    text = unescape(write_view(runs)[0].read_text())
+    newest = next(record for record in records(runs) if record["state"] == "done")
+    (line,) = re.findall("<p>Next: (posbench .*?)</p>", text)
+    assert str(newest["run"]) in line
+
+
 def test_the_verdict_comes_first(runs: Path) -> None:
     """Of a run behind its name, and of a diagnosis before its title, in the words of its own page."""
     page = next(runs.glob("diagnose/*/report.html"))
