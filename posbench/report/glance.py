@@ -585,9 +585,10 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
     if order == "not compared":
         sentence = "One of the runs has no score, so they cannot be compared."
         return Glance(CANNOT_TELL, "open", sentence)
-    high, low, ordinal = second, first, "second"
+    first_name, second_name = _short_names(first["label"], second["label"])
+    high, low, ordinal = second_name, first_name, "second"
     if order == "below":
-        high, low, ordinal = first, second, "first"
+        high, low, ordinal = first_name, second_name, "first"
     numbers = []
     for name, label in (("score", "score"), ("position_bias", "position bias")):
         column = f"{name}_difference"
@@ -596,23 +597,33 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
             if order == "below":
                 value, ci_low, ci_high, n = change
                 change = Estimate(-value, -ci_high, -ci_low, n)
-            title = f"{label}, {high['label']} minus {low['label']}"
+            title = f"{label}, {high} minus {low}"
             numbers.append(Number.of(title, change, "points", "+z.1f"))
     if order == "alike":
         sentence = first_short(
-            f"{second['label']} and {first['label']} do not differ measurably in their scores.",
+            f"{second_name} and {first_name} do not differ measurably in their scores.",
             "The two runs do not differ measurably in their scores.",
         )
         return Glance("no difference", "open", sentence, tuple(numbers))
+    shared = ""
+    if second["pairs"]:
+        shared = f" on the {second['pairs']:,} prompts that both were asked"
     points = f"{abs(_compared(second, 'score_difference').value):z.1f} points"
     sentence = first_short(
-        f"{high['label']} scores {points} above {low['label']}.",
+        f"{high} scores {points} above {low}{shared}.",
+        f"{high} scores {points} above {low}.",
         f"The {ordinal} run scores {points} above the other.",
     )
-    word = f"{high['label']} higher"
+    word = f"{high} higher"
     if len(word) > MAX_WORD_CHARACTERS:
         word = f"{ordinal} run higher"
     return Glance(word, "open", sentence, tuple(numbers))
+
+
+def _short_names(first: str, second: str) -> tuple[str, str]:
+    """Model or method of two runs' labels where these tell them apart, else the labels: settings are long."""
+    names = first.partition(", ")[0], second.partition(", ")[0]
+    return names if names[0] != names[1] else (first, second)
 
 
 # What to do next

@@ -214,7 +214,10 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     head = re.search('<p class="result">(.*?)</p>', page, re.DOTALL)
     words = head and re.sub("<[^>]*>", "", head[1])
     gain = f"{100 * change.mean():.1f}"
-    assert words == f"x=aaaa0002 scores {gain} points above x=aaaa0001."
+    assert (
+        words
+        == f"x=aaaa0002 scores {gain} points above x=aaaa0001 on the 90 prompts that both were asked."
+    )
     detail = re.search("<summary>In detail</summary><p>(.*?)</p>", page, re.DOTALL)
     details = re.sub("<[^>]*>", "", detail[1]) if detail else ""
     assert details.startswith("x=aaaa0002 scores higher than x=aaaa0001")

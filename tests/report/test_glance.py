@@ -263,7 +263,8 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
         # The higher one comes first, and neither run is good or bad.
         ordered = ("scale_channel", "unmodified")[:: 1 if value > 0 else -1]
         assert glance.sentence.startswith(f"{ordered[0]} scores 10.0 points above")
-        assert glance.sentence.endswith(f"{ordered[1]}.") and glance.tone == "open"
+        on_shared = f"{ordered[1]} on the 100 prompts that both were asked."
+        assert glance.sentence.endswith(on_shared) and glance.tone == "open"
         # The number says the same, with its interval: the higher one minus the other.
         (number,) = glance.numbers
         assert number.name == "score, {} minus {}".format(*ordered)
