@@ -417,7 +417,7 @@ def measured_glance(folder: Path) -> Glance:
     gains = read_csv(folder / held_back.TABLE_FILE)
     if gains is not None:
         facts = {str(name): value for name, value in gains.iloc[0].items()}
-        return _gain_glance(facts, details)
+        return gain_glance(facts, details)
     study = read_json(folder / "study.json") or {}
     for table in study_tables(folder, study.get("tables", ())).values():
         for column, (phrase, unit) in TIME_PHRASES.items():
@@ -439,7 +439,7 @@ def measured_glance(folder: Path) -> Glance:
     return NOTHING
 
 
-def _gain_glance(facts: Mapping[str, Any], details: str) -> Glance:
+def gain_glance(facts: Mapping[str, Any], details: str) -> Glance:
     """The first look at a search by its gain on held-back prompts.
 
     Args:
@@ -463,6 +463,9 @@ def _gain_glance(facts: Mapping[str, Any], details: str) -> Glance:
         ends = f"from {facts['unmodified']:.3g} to {facts['found']:.3g}"
         sentence = f"What the search found {verb} the {measure} {ends} {on}."
         return Glance("gains", "good", sentence, numbers, details=details)
+    if held_back.may_gain(facts):
+        sentence = f"Whether what the search found helps cannot be told {on}."
+        return Glance(CANNOT_TELL, "open", sentence, numbers, details=details)
     sentence = f"What the search found shows no gain worth naming {on}."
     return Glance("no gain", "bad", sentence, numbers, details=details)
 

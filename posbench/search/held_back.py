@@ -75,6 +75,11 @@ def shows_no_gain(facts: Mapping[str, Any]) -> bool:
     return not is_shown
 
 
+def may_gain(facts: Mapping[str, Any]) -> bool:
+    """Whether a check that shows no gain does not rule one out that is worth naming."""
+    return shows_no_gain(facts) and facts["ci_high"] >= _smallest_gain(facts)
+
+
 def _smallest_gain(facts: Mapping[str, Any]) -> float:
     """The smallest gain worth naming."""
     return SMALLEST_LOSS_GAIN if facts["measure"] == "loss" else SMALLEST_SCORE_GAIN
@@ -100,10 +105,10 @@ def summary_line(facts: Mapping[str, Any]) -> str:
         verdict = f"the search {change} the {facts['measure']}"
     elif facts["ci_low"] == facts["ci_high"] == 0:
         verdict = "the search gains nothing, as what it found changes nothing"
-    elif facts["ci_high"] < smallest:
-        verdict = f"the search gains nothing worth naming ({smallest:g} or more)"
-    else:
+    elif may_gain(facts):
         verdict = f"cannot tell whether the search gains {smallest:g} or more"
+    else:
+        verdict = f"the search gains nothing worth naming ({smallest:g} or more)"
     means = f"{facts['measure']} {facts['found']:.4g}"
     means += f", unmodified {facts['unmodified']:.4g}"
     interval = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])

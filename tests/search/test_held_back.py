@@ -15,6 +15,7 @@ import yaml
 from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM, GeneratedReply
+from posbench.report.glance import gain_glance
 from posbench.search import held_back
 from posbench.search.held_back import gain_facts, summary_line
 from posbench.search.scales import calibration_questions
@@ -189,6 +190,11 @@ def test_a_gain_has_a_smallest_size(gains: list[float], beginning: str) -> None:
     )
     assert held_back.summary_line(facts).startswith(beginning)
     assert held_back.shows_no_gain(facts) == ("lowers" not in beginning)
+    # The page's first word is that of the line: what cannot be told is no "no".
+    words = {"the search lowers": "gains", "the search gains": "no gain"}
+    glance = gain_glance(facts, "")
+    assert glance.word == words.get(" ".join(beginning.split()[:3]), "cannot tell")
+    assert (glance.tone == "open") == beginning.startswith("cannot tell")
 
 
 @pytest.mark.parametrize(
