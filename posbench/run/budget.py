@@ -267,7 +267,11 @@ class Deadline(StopRule):
     def __init__(self, seconds: float, watch: Stopwatch) -> None:
         self.seconds = seconds
         self.watch = watch
+        self._lock = threading.Lock()
         self._is_begun = False
+        self._first_request = 0.0
+        self._requests = 0
+        self._replies = 0
         self._began = 0.0
         self._round_began = 0.0
         self._round_work = 0.0
@@ -278,11 +282,36 @@ class Deadline(StopRule):
         return not self.fits(size)
 
     def admits(self, new_requests: int) -> bool:
-        """See :meth:`posbench.run.stop.StopRule.admits`: once the time is over, no second question is begun."""
-        if new_requests and self._is_begun and self.is_over:
+        """See :meth:`posbench.run.stop.StopRule.admits`: no second question is begun that would not end in time."""
+        with self._lock:
+            now = progress.clock()
+            if new_requests and self._is_begun and not self._can_end(now, new_requests):
+                return False
+            if not self._is_begun:
+                self._first_request = now
+            self._is_begun = True
+            self._requests += new_requests
+            return True
+
+    def count_reply(self) -> None:
+        """Count a request of an admitted question as answered."""
+        with self._lock:
+            self._replies += 1
+
+    def _can_end(self, now: float, new_requests: int) -> bool:
+        """Return whether so many requests can be answered in time after those under way.
+
+        All of a question were sent when the next one begins; on average those under way are half done.
+        """
+        if self.is_over:
             return False
-        self._is_begun = True
-        return True
+        if not self._replies:
+            return True
+        half_done = max(self._requests - self._replies, 0) / 2
+        each = (now - self._first_request) / (self._replies + half_done)
+        needed = each * (half_done + new_requests)
+        needed += self.watch.report_seconds(self.seconds)
+        return self.watch.total + needed <= self.seconds
 
     def fits(self, work: float) -> bool:
         """Return whether one more round can be made in time; the first one of a session can while there is time.

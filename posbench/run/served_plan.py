@@ -114,6 +114,8 @@ class ServedPlan(Plan):
         finally:
             if run.spending:
                 run.spending.add(read, written, cached)
+            if run.deadline:
+                run.deadline.count_reply()
         row = make_row(run, example, prompt, reply)
         cost = price_of(read, written, run.model.price, cached)
         if cost is not None and reply.get("prompt_tokens"):
