@@ -782,12 +782,12 @@ def first_look(tables: Tables) -> Glance:
         return glance
     # The interval of a mean shrinks with the root of the questions.
     needed = math.ceil(_num_questions(asked, cells) * (spread / TOLD_APART) ** 2)
-    run = "experiment=liu2023"
+    chosen = "experiment=liu2023"
     if not last["setting"].endswith("documents"):
-        run = "study=lost_in_the_middle"
+        chosen = "study=lost_in_the_middle"
     return replace(
         glance,
-        next=f"posbench {run} study.questions={needed}",
+        next=f"posbench {chosen} study.questions={needed}",
         purpose=f"about so many questions tell {100 * TOLD_APART:.0f} points apart",
     )
 

@@ -434,9 +434,9 @@ def _build_study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
             hint = "posbench ls studies shows the choices"
             raise UserError("study", None, "a study", hint)
         return None
-    from posbench.studies.base import Study
+    from posbench.studies.base import read_study
 
-    study: Study = instantiate(data["study"], Study, "study")  # type: ignore[type-abstract]
+    study = read_study(data["study"])
     if "study" not in stages:
         if "stages" in typed and stages:
             allowed = "stages that include study"

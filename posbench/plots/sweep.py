@@ -271,15 +271,14 @@ def factor_sweep(
     metric = frames.metric_name(summary)
     score_label = f"{metric}, all positions (%)"
     plot.percent_axes(right, f"{metric} (%)")
-    handles, legend_labels = right.get_legend_handles_labels()
+    handles, labels = right.get_legend_handles_labels()
+    line_of = dict(zip(labels, handles, strict=True))
     if is_list:
         left.set(xlabel=score_label, xlim=(-3, 103), xticks=range(0, 101, 20))
         left.set_yticks(range(len(settings)), settings)
         left.set_ylim(len(settings) - 0.5, -0.5)
         # The left axis names the colours and marks.
-        kept = [i for i, text in enumerate(legend_labels) if text not in settings]
-        handles = [handles[i] for i in kept]
-        legend_labels = [legend_labels[i] for i in kept]
+        line_of = {text: line for text, line in line_of.items() if text not in settings}
         left.set_title(label, loc="left")
     else:
         plot.percent_axes(left, score_label, label)
@@ -288,10 +287,11 @@ def factor_sweep(
             left.set_xlim(-0.5, len(settings) - 0.5)
         elif 0 < plot.LOG_AXIS_RATIO * numbers.min() <= numbers.max():
             left.set_xscale("log")
-    if is_list and handles:
-        figure.legend(handles, legend_labels, loc="outside lower center", ncols=2)
-    elif handles:
-        figure.legend(handles, legend_labels, loc="outside right center", title=label)
+    entries = line_of.values(), line_of.keys()
+    if is_list and line_of:
+        figure.legend(*entries, loc="outside lower center", ncols=2)
+    elif line_of:
+        figure.legend(*entries, loc="outside right center", title=label)
     return figure
 
 

@@ -12,10 +12,9 @@ from posbench.files.atomic import Row
 from posbench.run.folder import PREDICTIONS, RunDir
 from posbench.run.own_code import make_importable
 from posbench.run.reply_rows import prompt_digest
-from posbench.schema import instantiate
 from posbench.stats.frames import display_name
 from posbench.stats.outcomes import describe_kind, kind_of_row
-from posbench.studies.base import Study
+from posbench.studies.base import read_study
 from posbench.tasks import Example, Task
 from posbench.tasks.base import read_recorded_task
 
@@ -63,10 +62,11 @@ class RunExamples:
                 if sources.cached_path(source) is None:
                     lost = f"{source.id} is not on this machine"
                     return cls(task, rows, {}, lost)
-            examples = task.evaluation()
             if config.get("study"):
-                study: Study = instantiate(config["study"], Study, "study")  # type: ignore[type-abstract]
+                study = read_study(config["study"])
                 examples = study.recorded_examples(task)
+            else:
+                examples = task.evaluation()
             prompts = {example.id: example for example in examples}
         except UserError as error:
             return cls(task, rows, {}, str(error))

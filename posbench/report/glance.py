@@ -26,7 +26,6 @@ from posbench.report.text import (
 from posbench.run.folder import PROVENANCE, RunDir, open_run_dir
 from posbench.run.own_code import make_importable
 from posbench.run.runtime import Runtime
-from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import FINDING_VERDICTS, estimate_columns
@@ -49,7 +48,7 @@ from posbench.stats.verdict import (
     Verdict,
     run_verdict,
 )
-from posbench.studies.base import Study
+from posbench.studies.base import read_study
 
 TONES: Mapping[str, Tone] = {
     NO_BIAS: "good",
@@ -100,7 +99,7 @@ def run_glance(folder: Path) -> Glance:
     found = None
     if facts and config.get("study"):
         make_importable(run)
-        study: Study = instantiate(config["study"], Study, "study")  # type: ignore[type-abstract]
+        study = read_study(config["study"])
         found = study.glance(study_tables(folder, facts["tables"]))
     if found:
         counts = count_verdicts(findings) if findings is not None else ""
@@ -593,14 +592,14 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
     if order == "below":
         high, low, ordinal = first_name, second_name, "first"
     numbers = []
-    for name, label in (("score", "score"), ("position_bias", "position bias")):
+    for name in ("score", "position_bias"):
         column = f"{name}_difference"
         if second[column] is not None:
             change = _compared(second, column)
             if order == "below":
                 value, ci_low, ci_high, n = change
                 change = Estimate(-value, -ci_high, -ci_low, n)
-            title = f"{label}, {high} minus {low}"
+            title = f"{name.replace('_', ' ')}, {high} minus {low}"
             numbers.append(Number.of(title, change, "points", "+z.1f"))
     if order == "alike":
         sentence = first_short(

@@ -30,6 +30,7 @@ PARENT_FILES = (
 """Files that name the runs of a sweep, a diagnosis or a comparison of orders, below a folder of outputs."""
 PAGE_TITLE = re.compile(r"<title>(.*?)(?: - posbench)?</title>", re.DOTALL)
 CHIP = re.compile(r'<p class="chip (\w+)">(.*?)</p>', re.DOTALL)
+TONES: dict[str, Tone] = {"good": "good", "bad": "bad"}
 RESULT = re.compile(r'<p class="result">(.*?)</p>', re.DOTALL)
 TAG = re.compile("<[^>]*>")
 RELATIVE_LINK = re.compile(r'(?<=\s)href="(?!#|[a-z]+:)([^"]+)"')
@@ -62,7 +63,7 @@ def run_links(runs: Iterable[Path], folder: Path) -> dict[str, str]:
 
 def run_address(run: Path, folder: Path) -> str:
     """The address of a run's page relative to a folder, of the run where it has none; empty where it is gone."""
-    page = run / "report.html"
+    page = run / PAGE
     if page.is_file():
         return page_address(page, folder)
     return f"{page_address(run, folder)}/" if run.is_dir() else ""
@@ -98,10 +99,10 @@ def read_head(page: Path) -> PageHead:
     chip = CHIP.search(text)
     if not chip:
         return PageHead(name)
-    tone: Tone = "good" if chip[1] == "good" else "bad" if chip[1] == "bad" else "open"
     sentence = RESULT.search(text)
     plain = TAG.sub("", sentence[1]).replace("\u00a0", " ") if sentence else ""
-    return PageHead(name, html.unescape(chip[2]), tone, html.unescape(plain))
+    word, tone = html.unescape(chip[2]), TONES.get(chip[1], "open")
+    return PageHead(name, word, tone, html.unescape(plain))
 
 
 def rebase_links(text: str, old: Path, new: Path) -> str:

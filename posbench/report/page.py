@@ -52,7 +52,7 @@ from posbench.search.base import FOUND_FILE, Search
 from posbench.stats.frames import metric_name, rows_at_positions
 from posbench.stats.glance import Glance
 from posbench.stats.verdict import FIXED, Verdict, run_verdict
-from posbench.studies.base import Study
+from posbench.studies.base import read_study
 
 VERDICT_RULE = (
     "A claim holds where its whole 95 % interval passes the smallest effect worth naming (holds if), is "
@@ -204,7 +204,7 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
     experiment = read_json(folder / "experiment.json") or {}
     if not facts:
         return []
-    study: Study = instantiate(config.get("study", {}), Study, "study")  # type: ignore[type-abstract]
+    study = read_study(config.get("study", {}))
     description = type(study).__doc__ or facts["study"]
     section = Section(description.split("\n")[0].rstrip("."))
     texts = []

@@ -308,8 +308,8 @@ class Deadline(StopRule):
         if not self._replies:
             return True
         half_done = max(self._requests - self._replies, 0) / 2
-        each = (now - self._first_request) / (self._replies + half_done)
-        needed = each * (half_done + new_requests)
+        seconds_each = (now - self._first_request) / (self._replies + half_done)
+        needed = seconds_each * (half_done + new_requests)
         needed += self.watch.report_seconds(self.seconds)
         return self.watch.total + needed <= self.seconds
 

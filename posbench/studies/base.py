@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from posbench.files.sources import Source
 from posbench.late import pd
@@ -13,6 +13,7 @@ from posbench.methods.choice import MethodChoice
 from posbench.model.encode import Encoder
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses, StudyWorkload
+from posbench.schema import instantiate
 from posbench.stats.findings import Finding
 from posbench.stats.glance import Glance
 from posbench.tasks import Example, Task
@@ -109,3 +110,8 @@ class Study(ABC):
             figures: All :meth:`figures`; those that no section takes stand with the claims.
         """
         return ()
+
+
+def read_study(data: Mapping[str, Any]) -> Study:
+    """The study that a config or a run folder's config holds; UserError as for any config."""
+    return instantiate(data, Study, "study")  # type: ignore[type-abstract]
