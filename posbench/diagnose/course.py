@@ -61,6 +61,7 @@ from posbench.pipeline.served import (
     need_consent,
 )
 from posbench.report.folder import read_csv, read_json, study_tables
+from posbench.report.glance import name_in_commands
 from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import PREDICTIONS, RunDir, open_run_dir
 from posbench.run.heartbeat import doing
@@ -1078,7 +1079,9 @@ class Course:
         """Return the command to run next; empty if nothing is left to do."""
         diagnosis = self.diagnosis
         if diagnosis.verdict == FIXED:
-            return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
+            fixed = open_run_dir(Path(diagnosis.runs["held-back"]))
+            name = name_in_commands(fixed, fixed.config())
+            return f"posbench export {name} --to transformers --out fix"
         if self._lacks_answers():
             step = diagnosis.pilots[-1].step
             if not step and outcomes.PROBLEM in diagnosis.reason:

@@ -28,7 +28,7 @@ from posbench.schema import resolve_target
 from posbench.stats.bootstrap import Estimate, with_interval
 from posbench.stats.frames import metric_name
 from posbench.stats.glance import Glance, Number, Tone, first_short
-from posbench.stats.shape import SHAPES
+from posbench.stats.shape import SHAPES, SIDES
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,
@@ -129,7 +129,11 @@ def glance(diagnosis: Diagnosis) -> Glance:
     numbers = looked.numbers if looked else ()
     sentence = _verdict_sentence(diagnosis, looked)
     if part == "held-back" and looked and sentence == looked.sentence:
-        sentence = first_short(f"On held-back questions {sentence}", sentence)
+        sentence = first_short(
+            *_illness_first(diagnosis, sentence),
+            f"On held-back questions {sentence}",
+            sentence,
+        )
     if diagnosis.place and name in (BIAS, NOT_FIXED):
         advice = diagnosis.place.partition(":")[0]
         sentence = first_short(f"{sentence.removesuffix('.')}; {advice}.", sentence)
@@ -145,7 +149,25 @@ def glance(diagnosis: Diagnosis) -> Glance:
         step,
         PURPOSES.get(name, "") if step.startswith("posbench ") else "",
         diagnosis.headline,
+        asked=looked.asked if looked and numbers == looked.numbers else "",
+        rule=looked.rule if looked and looked.word == name else "",
     )
+
+
+def _illness_first(diagnosis: Diagnosis, sentence: str) -> list[str]:
+    """The sentence on a fix behind the bias that it removes; none where the shape favours no part of the prompt.
+
+    Args:
+        diagnosis: The diagnosis.
+        sentence: What the method does on held-back questions.
+    """
+    shape = diagnosis.shape.name if diagnosis.shape else ""
+    if shape not in SIDES:
+        return []
+    illness = f"{diagnosis.model} {SHAPES[shape].removeprefix('it ')}"
+    remedy = sentence.replace(f"the position bias of {diagnosis.model}", "that bias")
+    first_clause = remedy.partition(";")[0].removesuffix(".")
+    return [f"{illness}; {first_clause} on held-back questions."]
 
 
 def _look_at(diagnosis: Diagnosis, part: str) -> Glance | None:

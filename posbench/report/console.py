@@ -90,8 +90,8 @@ def show_glance(console: Console, glance: Glance) -> None:
     """Print what the page of a result says first: the verdict with its numbers, its sentence, the next command."""
     style = TONE_STYLES[glance.tone]
     numbers = "; ".join(map(str, glance.numbers))
-    if glance.has_intervals:
-        numbers += " (95 % intervals)"
+    if glance.basis:
+        numbers += f" ({glance.basis})"
     console.print(f"{glance.word}: {numbers}" if numbers else glance.word)
     console.print(glance.sentence, style=style)
     if glance.next:

@@ -47,6 +47,7 @@ from posbench.stats.verdict import (
     NOT_FIXED,
     Verdict,
     run_verdict,
+    verdict_rule,
 )
 from posbench.studies.base import read_study
 
@@ -112,11 +113,11 @@ def run_glance(folder: Path) -> Glance:
         command = " ".join([found.next, *_subject(run, config)])
         return _with_step(found, command, found.purpose)
     if "search" in (config.get("stages") or ()) and not facts:
-        command = f"posbench method=from:{_name(run, config)}"
+        command = f"posbench method=from:{name_in_commands(run, config)}"
         words = [command, *_subject(run, config)]
         return _with_step(found, " ".join(words), "evaluates what the search found")
     if facts:
-        command = f"posbench report {_name(run, config)} --format pdf"
+        command = f"posbench report {name_in_commands(run, config)} --format pdf"
         return _with_step(found, command, "draws the figures as PDF, too")
     return found
 
@@ -161,16 +162,36 @@ def scores_glance(
     verdict = run_verdict(metrics)
     details = headline(metrics, delivery)
     numbers = _score_numbers(metrics, base, method, verdict)
+    asked = _asked(metrics, method or base)
     if verdict is None:
         word, tone, sentence = _average_verdict(metrics, base, method, model)
-        return Glance(word, tone, sentence, numbers, details=details)
+        return Glance(word, tone, sentence, numbers, details=details, asked=asked)
     sentence = _bias_sentence(metrics, verdict, base, method, model)
     # A server that shortens prompts gives any model a bias.
     if verdict.name == BIAS and delivery and delivery.get("unchecked"):
         text = f"{model}, or else its server, has a position bias"
         clause = SHAPES.get(shape_in_metrics(metrics, base), "")
         sentence = first_short(f"{text}: {clause}.", f"{text}.")
-    return Glance(verdict.name, TONES[verdict.name], sentence, numbers, details=details)
+    return Glance(
+        verdict.name,
+        TONES[verdict.name],
+        sentence,
+        numbers,
+        details=details,
+        asked=asked,
+        rule=verdict_rule(verdict.name),
+    )
+
+
+def _asked(metrics: pd.DataFrame, method: str) -> str:
+    """Prompts behind the scores of a method, and their gold positions; empty where it scored nothing."""
+    average = _estimate(metrics, method)
+    rows = rows_at_positions(metrics)
+    positions = rows.loc[rows["method"] == method, "gold_position"].nunique()
+    if average is None:
+        return ""
+    prompts = f"{average.n:,} prompts"
+    return f"{prompts} at {positions} positions" if positions > 1 else prompts
 
 
 def _subjects(metrics: pd.DataFrame) -> tuple[str, str, str]:
@@ -646,7 +667,7 @@ def _step_after_scores(
         config: Its config.
         word: Its verdict.
     """
-    name = _name(run, config)
+    name = name_in_commands(run, config)
     subject = _subject(run, config)
     node = _group(config, "method")
     is_prompt_change = (
@@ -668,7 +689,7 @@ def _step_after_scores(
     return f"posbench show {name} --wrong", "shows prompts that were answered wrong"
 
 
-def _name(run: RunDir, config: Mapping[str, Any]) -> str:
+def name_in_commands(run: RunDir, config: Mapping[str, Any]) -> str:
     """What a verb calls a run: its hash, or its folder outside the default outputs."""
     outputs = _group(config, "runtime").get("outputs", Runtime.outputs)
     if outputs == Runtime.outputs:

@@ -15,7 +15,7 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
-from posbench.stats.position_bias import MINUS_HALF, CurveIntervals
+from posbench.stats.position_bias import MINUS_HALF, SMALLEST_BIAS, CurveIntervals
 from posbench.stats.shape import (
     NEGLIGIBLE_CONTRAST,
     WITHOUT_SIDE,
@@ -35,6 +35,23 @@ VERDICTS = (CANNOT_DO, NO_BIAS, BIAS, FIXED, NOT_FIXED, CANNOT_TELL)
 
 FIXED_SHARE = 0.5
 """Share of the position bias that a fix removes at least."""
+BIAS_MEANING = "Position bias: standard deviation of the score over the gold positions, without what noise adds."
+RULES = {
+    CANNOT_DO: "no score is surely above a guess.",
+    NO_BIAS: (
+        f"every position is surely within {100 * NEGLIGIBLE_CONTRAST:g} points of the mean of the others."
+    ),
+    BIAS: f"it is surely above zero, and at least {100 * SMALLEST_BIAS:g} points.",
+    FIXED: "more than half of it is surely gone, and the average does not surely fall.",
+    NOT_FIXED: "surely less than half of it is gone, or the average surely falls.",
+    CANNOT_TELL: "the intervals allow more than one verdict.",
+}
+"""When a verdict is given, in a sentence after :data:`BIAS_MEANING`; docs/metrics.md has the whole rule."""
+
+
+def verdict_rule(name: str) -> str:
+    """Return what a position bias is, and when a verdict on it is given."""
+    return f"{BIAS_MEANING} {name.capitalize()}: {RULES[name]}"
 
 
 class Verdict(NamedTuple):
@@ -154,7 +171,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
         return Verdict(CANNOT_TELL, obstacle or f"{method} and {base} are not compared")
     measured = (
         f"{was}, with {method} {_points(after.value)}: change {_interval(change)} points; "
-        f"minus half of the bias before {_interval(excess)}"
+        f"what is left minus half of the bias before {_interval(excess)}"
     )
     if excess.ci_high < 0:
         return Verdict(FIXED, measured)

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy
+from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, shape_of_run
 from posbench.diagnose.page import glance as diagnosis_glance
 from posbench.diagnose.page import lines
 from posbench.report.compare import verdict as compare_verdict
@@ -39,7 +39,7 @@ from posbench.stats import findings as judged
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding
 from posbench.stats.glance import Glance, Number, first_short
-from posbench.stats.verdict import VERDICTS
+from posbench.stats.verdict import RULES, VERDICTS
 from posbench.studies.remedies import Remedies
 from tests.frames import metrics, sweep, with_missing_answers
 from tests.glances import check_glance
@@ -97,6 +97,7 @@ def test_a_run_has_a_short_sentence_with_units(number: int) -> None:
 def test_all_verdicts_are_among_these_runs() -> None:
     words = {scores_glance(_table(number)).word for number in range(len(RUNS))}
     assert {*VERDICTS} <= words
+    assert [*RULES] == [*VERDICTS]
     assert {"better", "worse", "no difference", "measured"} <= words
 
 
@@ -131,6 +132,11 @@ def test_numbers_of_a_fix_are_those_of_the_table() -> None:
     assert change.value == f"+{row('x', 'accuracy_difference')}"
     text = f"from {before.value.split()[0]} to {after.value.split()[0]} points"
     assert text in glance.sentence
+    # 300 questions, each at five positions.
+    assert glance.basis == "95 % intervals, 1,500 prompts at 5 positions"
+    assert (
+        "standard deviation" in glance.rule and "Fixed: more than half" in glance.rule
+    )
 
 
 def _findings(*verdicts: str, claim: str = CLAIM) -> pd.DataFrame:
@@ -220,6 +226,28 @@ def test_a_gain_of_a_diagnosis_has_its_unit_and_its_ties() -> None:
     (line,) = (text for text in lines(diagnosis) if text.startswith("remedy:"))
     assert "scale_channel, 0.674 [0.474, 0.874] nats per answer token" in line
     assert "a tie: layer_scaling 0.664)" in line and "moice" not in line
+
+
+def test_a_diagnosis_says_the_illness_before_the_remedy(tmp_path: Path) -> None:
+    table = simulated_metrics(300, none=MIDDLE_LOST, x=(0.9, 0.85, 0.85, 0.85, 0.9))
+    runs = {"shape": table[table["method"] == "none"], "held-back": table}
+    for part, rows in runs.items():
+        (tmp_path / part).mkdir()
+        rows.to_csv(tmp_path / part / "metrics.csv", index=False)
+    diagnosis = Diagnosis(
+        "m",
+        "kv_retrieval",
+        "fixed",
+        shape=shape_of_run(table),
+        runs={part: str(tmp_path / part) for part in runs},
+    )
+    glance = diagnosis_glance(diagnosis)
+    check_glance(glance)
+    illness, _, remedy = glance.sentence.partition("; ")
+    assert illness == "m loses the middle of the prompt"
+    assert remedy.startswith("x lowers that bias from ")
+    assert remedy.endswith(" points on held-back questions.")
+    assert glance.basis.endswith("1,500 prompts at 5 positions") and glance.rule
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)
