@@ -21,6 +21,8 @@ from tools import pages
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families.md"
+REAL = ["results/smollm2", "results/qwen2_5_coder_0_5b"]
+"""The pages of real models, without their endings."""
 
 
 def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:
@@ -106,6 +108,7 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
         (["tables", "x"], "tables needs --out FILE"),
         (["run", "a", "b"], "unrecognized arguments: b"),
         (["run", "a", "--beside", "b"], "--beside goes with claims or gallery"),
+        (["gallery", "a", "--paper", "lpes"], "--paper goes with claims"),
         (["gallery", "a", "--beside", "b"], "--beside needs --out FILE"),
         (["gallery", "a", "--keep"], "--keep goes with claims or gallery, and --out"),
         (["run", "a", "--keep", "--out", "b"], "--keep goes with claims or gallery"),
@@ -258,17 +261,39 @@ def test_claims_of_studies_without_a_run_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "beside"),
-    [("results/smollm2", None), ("yu2025/results/yu2025_claims", "results/smollm2")],
+    [
+        *[(page, []) for page in REAL],
+        ("yu2025/results/yu2025_claims", REAL),
+        ("lpes/results/lpes_claims", REAL),
+        ("behind_rope/results/behind_rope_claims", REAL),
+    ],
 )
 def test_pages_of_claims_are_those_of_their_tables(
-    name: str, beside: str | None
+    name: str, beside: list[str]
 ) -> None:
     folder = paths.EXPERIMENTS
-    further = pages.read_claims(folder / f"{beside}.csv") if beside else None
+    further = [pages.read_claims(folder / f"{page}.csv") for page in beside]
     claims = pages.read_claims(folder / f"{name}.csv")
     page = folder / f"{name}.md"
-    text = pages.claims_page(claims, further)
+    text = pages.claims_page(claims, *further)
     assert pages.between_marks(page, "claims", text) == page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("runs", "paper", "page"),
+    [
+        ("results/runs", "lpes", "lpes/results/lpes_claims"),
+        ("results/runs", "behind_rope", "behind_rope/results/behind_rope_claims"),
+        (f"{REAL[1]}/runs", "", REAL[1]),
+    ],
+)
+def test_tables_of_claims_are_those_of_the_kept_runs(
+    runs: str, paper: str, page: str
+) -> None:
+    claims = pages.read_claims(paths.EXPERIMENTS / runs)
+    of_paper = claims[claims["study"].str.startswith(paper)].reset_index(drop=True)
+    written = pages.read_claims(paths.EXPERIMENTS / f"{page}.csv")
+    pd.testing.assert_frame_equal(of_paper, written, check_dtype=False)
 
 
 def test_a_measurement_that_two_figures_show_counts_once(tmp_path: Path) -> None:
@@ -396,11 +421,13 @@ def test_a_gallery_shows_a_further_model_as_its_own_page_does(tmp_path: Path) ->
         pages.sections_of(tmp_path / "none.md", out)
 
 
-def test_the_real_model_of_the_gallery_is_that_of_its_own_page() -> None:
+def test_the_real_models_of_the_gallery_are_those_of_their_own_pages() -> None:
     """Each experiment that both pages have shows in one what it shows in the other."""
     root = paths.EXPERIMENTS.parent
     gallery = root / "docs" / "gallery.md"
-    further = pages.sections_of(root / "experiments/results/smollm2.md", gallery)
+    further = pages.further_sections(
+        [paths.EXPERIMENTS / f"{page}.md" for page in REAL], gallery
+    )
     kept = pages.entries_of(gallery.read_text(encoding="utf-8"))
     text, _ = pages.gallery_page([], "gallery", further, kept)
     assert text in gallery.read_text(encoding="utf-8")

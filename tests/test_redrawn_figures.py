@@ -27,7 +27,7 @@ from tools import figures
 pytestmark = pytest.mark.figures
 
 ROOT = Path(__file__).parents[1]
-KEPT = ROOT / figures.RUNS
+KEPT = [ROOT / gallery.runs for gallery in figures.GALLERIES]
 TABLE_10 = "docs/gallery/lpes_table10-tiny-operations.svg"
 DRAWN_HERE = f"matplotlib=={version('matplotlib')}\n" in (
     ROOT / "constraints.txt"
@@ -59,11 +59,11 @@ def test_all_figures_are_what_the_code_draws(
 def checkout(tmp_path: Path) -> Path:
     """A repository with one experiment's tables, figures and gallery."""
     for name in (
-        figures.GALLERY,
-        figures.FURTHER_MODEL,
+        *(gallery.page for gallery in figures.GALLERIES),
+        *figures.GALLERY.further,
         TABLE_10,
         "constraints.txt",
-        f"{figures.RUNS}/lpes_table10",
+        f"{figures.GALLERY.runs}/lpes_table10",
     ):
         copy = tmp_path / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def lines_on(path: str, text: str) -> list[str]:
 
 
 def change_table(root: Path) -> None:
-    (table,) = (root / figures.RUNS).glob("lpes_table10/*/operations.csv")
+    (table,) = (root / figures.GALLERY.runs).glob("lpes_table10/*/operations.csv")
     rows = pd.read_csv(table)
     rows.loc[rows["way"] == "mutation", ["ratio", "ratio_min", "ratio_max"]] *= 3
     rows.to_csv(table, index=False)
@@ -121,17 +121,17 @@ def test_a_figure_that_differs_is_named_and_drawn_again(
 def test_a_page_that_says_something_else_is_named(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = checkout / figures.GALLERY
+    page = checkout / figures.GALLERY.page
     text = page.read_text()
     command = "`posbench experiment=lpes_table10"
     assert command in text
     page.write_text(text.replace(command, "`posbench"))
     assert figures.redraw(checkout, ["lpes_table10"], check=True) == 1
-    assert lines_on(figures.GALLERY, capsys.readouterr().out)
+    assert lines_on(figures.GALLERY.page, capsys.readouterr().out)
     page.write_text(text)
     capsys.readouterr()
     assert figures.redraw(checkout, ["lpes_table10"], check=True) == 0
-    assert not lines_on(figures.GALLERY, capsys.readouterr().out)
+    assert not lines_on(figures.GALLERY.page, capsys.readouterr().out)
 
 
 def test_what_another_version_draws_is_told(
@@ -157,7 +157,7 @@ def test_every_committed_picture_is_drawn_or_has_its_reason(tmp_path: Path) -> N
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    drawn = {figures.GALLERY: page, "docs/gallery/new.svg": ""}
+    drawn = {figures.GALLERY.page: page, "docs/gallery/new.svg": ""}
     reasons = figures.without_tables(tmp_path, drawn)
     assert set(reasons) == {
         "docs/gallery/old.png",
@@ -222,7 +222,8 @@ def test_heat_maps_have_the_colours_of_their_scale() -> None:
         ]
     )
     seen = 0
-    for file in (ROOT / "docs/gallery").glob("*.svg"):
+    galleries = [(ROOT / gallery.page).with_suffix("") for gallery in figures.GALLERIES]
+    for file in (file for folder in galleries for file in folder.glob("*.svg")):
         for data in figures.EMBEDDED_PNG.findall(file.read_text(encoding="utf-8")):
             image = Image.open(io.BytesIO(base64.b64decode(data)))
             rgba = np.asarray(image.convert("RGBA"), dtype=int).reshape(-1, 4)
@@ -295,7 +296,7 @@ def test_a_large_table_is_kept_in_few_bytes(tmp_path: Path) -> None:
 
 
 def test_the_kept_tables_are_small_and_name_no_machine() -> None:
-    files = [file for file in KEPT.rglob("*") if file.is_file()]
+    files = [file for runs in KEPT for file in runs.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 3_000_000
     for file in files:
         data = file.read_bytes()

@@ -1,9 +1,10 @@
 """The committed figures, drawn again from committed tables.
 
-python tools/figures.py redraw                  writes the gallery, and all figures whose tables are committed
+python tools/figures.py redraw                  writes the galleries, and all figures whose tables are committed
 python tools/figures.py redraw --check          writes nothing; ends with status 1 where code and figure differ
 python tools/figures.py redraw masks --check    the same for the figures of some experiments and studies
 python tools/figures.py keep outputs            keeps the tables of all runs in an outputs folder, to redraw from
+python tools/figures.py keep real --page experiments/results/qwen2_5_coder_0_5b.md    the same for a model's own page
 
 A figure that cannot be drawn again, as its run was not kept, is named with the reason.
 """
@@ -19,10 +20,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -48,22 +49,49 @@ from posbench.run.folder import (
     open_run_dir,
     runs_in,
 )
-from posbench.studies.attention_to_gold import curve_figure
 from posbench.studies.base import Study
 from posbench.studies.remedies import Remedies
-from tools.pages import between_marks, gallery_page, read_entries, sections_of
+from tools.pages import (
+    RECORDS,
+    between_marks,
+    further_sections,
+    gallery_page,
+    read_entries,
+)
 from wu2025.synthetic_results import CELL_FILES, PUBLISHED_TABLES, SyntheticResults
 from wu2025.synthetic_tables import compare_cells
 
 ROOT = paths.EXPERIMENTS.parent
-RUNS = "experiments/results/runs"
-"""The kept runs: a folder for each experiment or study, with :data:`RECORDS` and a folder of tables for each run."""
-RECORDS = "runs.json"
-"""What is kept of each run beside its tables, by version and name of the run."""
-GALLERY = "docs/gallery.md"
-FURTHER_MODEL = "experiments/results/smollm2.md"
-"""The page whose figures and sentences stand in the gallery, too."""
+
+
+class Gallery(NamedTuple):
+    """A page with figures of kept runs.
+
+    Attributes:
+        page: The page; a folder of its name beside it holds the figures.
+        runs: The kept runs: a folder for each experiment or study, with :data:`RECORDS` and a folder of tables for
+            each run.
+        further: Pages whose figures and sentences stand there, too.
+    """
+
+    page: str
+    runs: str
+    further: tuple[str, ...] = ()
+
+
+QWEN = "experiments/results/qwen2_5_coder_0_5b.md"
+GALLERY = Gallery(
+    "docs/gallery.md",
+    "experiments/results/runs",
+    further=("experiments/results/smollm2.md", QWEN),
+)
+GALLERIES = (Gallery(QWEN, QWEN.replace(".md", "/runs")), GALLERY)
+"""All galleries of kept runs, each after those that stand in it."""
 PLACED = {
+    "docs/figures/qwen_lengths.svg": (
+        "yu2025_fig2",
+        "qwen2_5_coder_0_5b/lengths",
+    ),
     "experiments/behind_rope/results/figures/behind_rope_layernorm_sqrt_dim.svg": (
         "behind_rope_fig7",
         "causal_mask-input_norm_sqrt_dim/layernorm",
@@ -115,11 +143,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     redrawing = verbs.add_parser("redraw")
     redrawing.add_argument("names", metavar="NAME", nargs="*")
     redrawing.add_argument("--check", action="store_true")
-    verbs.add_parser("keep").add_argument("folder", metavar="DIR", type=Path)
+    keeping = verbs.add_parser("keep")
+    keeping.add_argument("folder", metavar="DIR", type=Path)
+    keeping.add_argument(
+        "--page", choices=[gallery.page for gallery in GALLERIES], default=GALLERY.page
+    )
     arguments = parser.parse_args(argv)
     try:
         if arguments.verb == "keep":
-            keep(arguments.folder, ROOT / RUNS)
+            runs = {gallery.page: gallery.runs for gallery in GALLERIES}
+            keep(arguments.folder, ROOT / runs[arguments.page])
             return 0
         return redraw(ROOT, arguments.names, check=arguments.check)
     except UserError as error:
@@ -177,15 +210,14 @@ def _names_of_jobs(sweep: Path) -> set[str]:
 def _record(folder: Path) -> dict[str, Any]:
     """What is kept of a run, or of a sweep, beside its tables."""
     run = open_run_dir(folder)
-    # The command as anyone types it.
-    command = re.sub(r" runtime\.outputs=\S+", "", run.command)
+    command = _as_anyone_types_it(run.command)
     if (folder / JOBS).is_file():
         jobs = read_json(folder / JOBS, Objects)
         for job in jobs:
             if job["folder"]:
                 job["folder"] = "/".join(Path(job["folder"]).parts[-3:])
             job["overrides"] = [
-                text
+                _as_anyone_types_it(text)
                 for text in job["overrides"]
                 if not text.startswith("runtime.outputs=")
             ]
@@ -207,6 +239,12 @@ def _record(folder: Path) -> dict[str, Any]:
         "provenance": provenance | {"command": command, "packages": packages},
         "seconds": run.status().get("seconds"),
     }
+
+
+def _as_anyone_types_it(command: str) -> str:
+    """A command, or an override, without the outputs folder and without the folders of files that it names."""
+    command = re.sub(r" runtime\.(?:outputs|log_every)=\S+", "", command)
+    return re.sub(r"(?<=\.path=)/\S*/(?=[^/\s])", "", command)
 
 
 def _keep_tables(run: Path, folder: Path) -> None:
@@ -326,16 +364,6 @@ def draw_remedies(root: Path, scratch: Path) -> dict[str, Path]:
     return {"docs/figures/tiny_remedies.svg": drawn["remedies"]}
 
 
-def draw_attention(root: Path, scratch: Path) -> dict[str, Path]:
-    """Draw the attention of Qwen2.5-Coder at two lengths from its table; see :data:`FROM_TABLES`."""
-    model = "qwen2_5_coder_0_5b"
-    figure = curve_figure(
-        pd.read_csv(root / f"experiments/results/{model}/lengths.csv")
-    )
-    sign(figure, [model])
-    return {"docs/figures/qwen_lengths.svg": save(figure, scratch / "qwen_lengths")}
-
-
 def draw_trainings(root: Path, scratch: Path) -> dict[str, Path]:
     """Draw the trainings of Wu et al. 2025 from their tables; see :data:`FROM_TABLES`."""
     folder = "experiments/wu2025/results"
@@ -373,7 +401,6 @@ def _draw_study(
 
 
 FROM_TABLES: dict[str, Callable[[Path, Path], dict[str, Path]]] = {
-    "attention_to_gold": draw_attention,
     "remedies": draw_remedies,
     "synthetic_results": draw_trainings,
 }
@@ -422,29 +449,42 @@ def draw_all(root: Path, names: Sequence[str] = ()) -> dict[str, str]:
     Raises:
         UserError: A name without tables, or a placed figure without its run.
     """
-    suites = {file.parent.name for file in (root / RUNS).glob(f"*/{RECORDS}")}
+    suites = {
+        file.parent.name
+        for gallery in GALLERIES
+        for file in (root / gallery.runs).glob(f"*/{RECORDS}")
+    }
     unknown = [name for name in names if name not in {*suites, *FROM_TABLES}]
     if unknown:
         allowed = ", ".join(sorted({*suites, *FROM_TABLES}))
         hint = "python tools/figures.py keep DIR, with a run of it"
         raise UserError("NAME", unknown[0], allowed, hint)
-    texts = {}
-    with tempfile.TemporaryDirectory() as folder, drawn_runs(root / RUNS, names) as out:
+    texts: dict[str, str] = {}
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         drawings: dict[str, Path] = {}
         for name, draw in FROM_TABLES.items():
             if not names or name in names:
-                drawings |= draw(root, Path(folder) / name)
-        entries = collect_entries(out)
+                drawings |= draw(root, scratch / name)
+        entries: list[Entry] = []
+        for gallery in GALLERIES:
+            out = stack.enter_context(drawn_runs(root / gallery.runs, names))
+            found = collect_entries(out)
+            entries += found
+            page = root / gallery.page
+            further = further_sections(
+                [root / path for path in gallery.further],
+                page,
+                {root / path: text for path, text in texts.items()},
+            )
+            # What the gallery shows of other runs stays.
+            kept = read_entries(page, gallery.page)
+            of_experiments = [entry for entry in found if entry.experiment]
+            text, images = gallery_page(of_experiments, page.stem, further, kept)
+            texts[gallery.page] = between_marks(page, "gallery", text)
+            for name, file in images.items():
+                drawings[gallery.page.replace(".md", f"/{name}")] = file
         drawings |= placed_figures(entries, names)
-        page = root / GALLERY
-        in_gallery = [entry for entry in entries if entry.experiment]
-        further = sections_of(root / FURTHER_MODEL, page)
-        # What the gallery shows of other runs stays.
-        kept = read_entries(page, GALLERY)
-        text, images = gallery_page(in_gallery, page.stem, further, kept)
-        texts[GALLERY] = between_marks(page, "gallery", text)
-        for name, file in images.items():
-            drawings[f"docs/{page.stem}/{name}"] = file
         for path, file in drawings.items():
             texts[path] = compact_svg(file.read_text(encoding="utf-8"))
     return texts
@@ -490,12 +530,14 @@ NO_SOURCE = "no page shows it and no table is known"
 
 
 def _remove_unshown(root: Path) -> None:
-    """Remove pictures of the gallery that its page does not show."""
-    page = root / GALLERY
-    text = page.read_text(encoding="utf-8")
-    for file in page.with_suffix("").glob("*"):
-        if f"({page.stem}/{file.name})" not in text:
-            file.unlink()
+    """Remove pictures of the galleries that their pages do not show."""
+    for gallery in GALLERIES:
+        page = root / gallery.page
+        text = page.read_text(encoding="utf-8")
+        for file in page.with_suffix("").glob("*"):
+            is_shown = f"({page.stem}/{file.name})" in text
+            if file.suffix in PICTURES and not is_shown:
+                file.unlink()
 
 
 def without_tables(root: Path, drawn: Mapping[str, str]) -> dict[str, str]:
@@ -505,7 +547,7 @@ def without_tables(root: Path, drawn: Mapping[str, str]) -> dict[str, str]:
         root: The repository.
         drawn: What is drawn, by path.
     """
-    page = drawn[GALLERY]
+    page = drawn[GALLERY.page]
     reasons = {}
     for folder in ("docs", "experiments"):
         for file in sorted((root / folder).rglob("*")):

@@ -12,13 +12,17 @@ python tools/pages.py gallery DIR        the figures of all runs; they go to a f
 
 python tools/pages.py gallery outputs --out my_gallery.md
 
---beside PATH adds a further model: to a gallery what the model's own page shows, which is made first; to claims those
-of its runs in a folder of their own, or of the CSV file that its own page of claims leaves beside itself:
+--beside PATH adds a further model, and may be given for several: to a gallery what the model's own page shows, which is
+made first; to claims those of its runs in a folder of their own, or of the CSV file that its own page of claims leaves
+beside itself. DIR may be such a file, too, or a folder of kept runs (python tools/figures.py keep); --paper takes the
+claims of one paper:
 
 python tools/pages.py gallery real --out experiments/results/smollm2.md
 python tools/pages.py gallery outputs --beside experiments/results/smollm2.md --out my_gallery.md
 python tools/pages.py claims outputs --beside experiments/results/smollm2.csv \\
-  --out experiments/yu2025/results/yu2025_claims.md
+  --beside experiments/results/qwen2_5_coder_0_5b.csv --out experiments/yu2025/results/yu2025_claims.md
+python tools/pages.py claims experiments/results/runs --paper lpes --beside experiments/results/smollm2.csv \\
+  --beside experiments/results/qwen2_5_coder_0_5b.csv --out experiments/lpes/results/lpes_claims.md
 
 docs/gallery.md is the gallery of the runs that are kept in the repository: python tools/figures.py redraw.
 
@@ -35,7 +39,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -67,6 +71,8 @@ COUNTING_RULE = (
     "(controls apart) that this page shows of a model; in brackets what a claim was asked of where that may be one of "
     "several."
 )
+RECORDS = "runs.json"
+"""What is kept of each run beside its tables, by version and name of the run; see tools/figures.py."""
 MAX_PANELS = 3
 EXPERIMENTS_HEADER = ("item", "what it shows", "command", "minutes", "status")
 TRAINING_STATUS = "training: hours ([results](results/wu2025/README.md))"
@@ -81,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("page", choices=pages)
     parser.add_argument("folder", metavar="DIR", nargs="?", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path)
-    parser.add_argument("--beside", metavar="PATH", type=Path)
+    parser.add_argument(
+        "--beside", metavar="PATH", type=Path, action="append", default=[]
+    )
+    parser.add_argument("--paper", choices=[*PAPERS])
     parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args(argv)
     from_code = arguments.page in FROM_CODE
@@ -93,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("tables needs --out FILE, whose marks name the tables")
     if arguments.beside and arguments.page not in ("claims", "gallery"):
         parser.error("--beside goes with claims or gallery")
+    if arguments.paper and arguments.page != "claims":
+        parser.error("--paper goes with claims")
     if arguments.beside and arguments.page == "gallery" and not arguments.out:
         parser.error("--beside needs --out FILE, from which links to the page start")
     if arguments.keep and not (
@@ -108,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments.folder,
                 arguments.out,
                 arguments.beside,
+                paper=arguments.paper,
                 keep=arguments.keep,
             )
     except UserError as error:
@@ -120,8 +132,9 @@ def make_page(
     name: str,
     folder: Path | None,
     out: Path | None,
-    beside: Path | None = None,
+    beside: Sequence[Path] = (),
     *,
+    paper: str | None = None,
     keep: bool = False,
 ) -> None:
     """Print a page, or write it between its marks in a file.
@@ -130,7 +143,8 @@ def make_page(
         name: Name of the page.
         folder: The run or the folder of runs that it is made from; None where that is the code.
         out: The file; None prints the page.
-        beside: A further model: its page for ``gallery`` in a file, for ``claims`` what :func:`read_claims` reads.
+        beside: Further models: their pages for ``gallery`` in a file, for ``claims`` what :func:`read_claims` reads.
+        paper: The paper whose claims are shown; None: all.
         keep: Whether a gallery or claims in a file keep what they show of experiments that the folder has no runs of.
 
     Raises:
@@ -142,16 +156,18 @@ def make_page(
         page = FROM_CODE[name]()
     elif name == "gallery":
         image_folder = out.stem if out else name
-        further = sections_of(beside, out) if beside and out else None
+        further = further_sections(beside, out) if beside and out else None
         kept = read_entries(out, "--keep") if out and keep else {}
         page, images = gallery_page(
             collect_entries(folder), image_folder, further, kept
         )
     elif name == "claims":
         claims = read_claims(folder)
+        if paper:
+            claims = claims[claims["study"].str.startswith(f"{paper}_")]
         if out and keep and out.with_suffix(".csv").is_file():
             claims = with_kept(claims, read_claims(out.with_suffix(".csv")))
-        page = claims_page(claims, read_claims(beside) if beside else None)
+        page = claims_page(claims, *map(read_claims, beside))
     else:
         page = FROM_RUNS[name](folder)
     if out is None:
@@ -247,22 +263,15 @@ def read_claims(source: Path) -> pd.DataFrame:
 
     Args:
         source: A folder of runs, of which the newest of each study on each model counts, by what the claims are
-            asked of where they name that; or the CSV file of a page of claims.
+            asked of where they name that; a folder of kept runs, which all count; or the CSV file of a page of claims.
 
     Raises:
         UserError: There are none.
     """
     if source.is_file():
         return pd.read_csv(source, dtype=str, keep_default_na=False)
-    newest: dict[tuple[str, str, str], pd.DataFrame] = {}
-    files = source.glob("*/v*/*/findings.csv")
-    for file in sorted(files, key=lambda file: file.stat().st_mtime):
-        open_undamaged(file.parent)
-        findings = read_csv(file)
-        if findings is None:
-            continue
-        study = file.parts[-4]
-        command = _read_provenance(file.parent)["command"]
+    newest: dict[tuple[str, str, str, str], pd.DataFrame] = {}
+    for study, run, command, findings in _judged_runs(source):
         # Findings of theory alone have no model; a sweep may hold several.
         findings = findings.fillna({"model": "no model"})
         asked_of = findings["claim"].map(_subject)
@@ -271,7 +280,7 @@ def read_claims(source: Path) -> pd.DataFrame:
         ):
             of_model = papers_first(of_model)
             header, rows = findings_table(of_model, models=True)
-            newest[study, str(model), str(subject)] = pd.DataFrame(
+            newest[study, str(model), str(subject), run] = pd.DataFrame(
                 rows, columns=header
             ).assign(
                 study=study,
@@ -282,9 +291,33 @@ def read_claims(source: Path) -> pd.DataFrame:
     if not newest:
         allowed = "a folder of runs of studies"
         raise UserError("DIR", str(source), allowed, "posbench study=chain")
-    tables = [newest[key] for key in sorted(newest, key=_by_study)]
+    tables = [newest[key] for key in sorted(newest, key=lambda key: _by_study(key[:3]))]
     claims = pd.concat(tables, ignore_index=True)
     return claims.reindex(columns=list(CLAIM_COLUMNS)).astype(object).fillna("")
+
+
+def _judged_runs(source: Path) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
+    """The findings of the runs in a folder, the oldest run first.
+
+    Args:
+        source: A folder of runs, or one of kept runs.
+
+    Yields:
+        Study, name of a kept run, empty of others, command, and findings.
+    """
+    for records in sorted(source.glob(f"*/{RECORDS}")):
+        for name, record in read_json(records).items():
+            run = Path(name).name
+            findings = read_csv(records.parent / run / "findings.csv")
+            if findings is not None:
+                command = record.get("command") or record["provenance"]["command"]
+                yield records.parent.name, run, command, findings
+    files = source.glob("*/v*/*/findings.csv")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
+        open_undamaged(file.parent)
+        findings = read_csv(file)
+        if findings is not None:
+            yield file.parts[-4], "", _read_provenance(file.parent)["command"], findings
 
 
 def _subject(claim: str) -> str:
@@ -319,7 +352,7 @@ def with_kept(claims: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     return merged.loc[order].reset_index(drop=True)
 
 
-def claims_page(claims: pd.DataFrame, beside: pd.DataFrame | None = None) -> str:
+def claims_page(claims: pd.DataFrame, *beside: pd.DataFrame) -> str:
     """The claims that studies judged, by model: an overview, then each with its numbers.
 
     Args:
@@ -327,10 +360,11 @@ def claims_page(claims: pd.DataFrame, beside: pd.DataFrame | None = None) -> str
         beside: Those of further models, of which the same studies are shown.
     """
     models = sorted(set(claims["model"]))
-    if beside is not None:
-        beside = beside[beside["study"].isin(claims["study"])]
-        models += sorted(set(beside["model"]) - set(models))
-        claims = pd.concat([claims, beside], ignore_index=True)
+    studies = set(claims["study"])
+    for further in beside:
+        further = further[further["study"].isin(studies)]
+        models += sorted(set(further["model"]) - set(models))
+        claims = pd.concat([claims, further], ignore_index=True)
     # Figures of one study show the same measurement, which counts once.
     claims = claims.drop_duplicates(["model", "claim", "statistic", "value", "n"])
     # The claims of papers first, in the order of their studies, then our controls.
@@ -631,19 +665,23 @@ def _entry_text(entry: Entry, images: str) -> str:
     return "\n\n".join(texts)
 
 
-def read_entries(file: Path, option: str) -> dict[str, dict[str, str]]:
+def read_entries(
+    file: Path, option: str, text: str | None = None
+) -> dict[str, dict[str, str]]:
     """The entries of a gallery's file, see :func:`entries_of`; none where there is no file yet.
 
     Args:
         file: The file.
         option: The option that reads it, for the error.
+        text: What the file will say; None: what it says.
 
     Raises:
         UserError: The gallery has an entry without its mark, or one of an unknown paper, which would be lost.
     """
-    page = file.read_text(encoding="utf-8") if file.is_file() else ""
-    entries = entries_of(page)
-    num_headings = len(re.findall(r"^### ", page, flags=re.MULTILINE))
+    if text is None:
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    entries = entries_of(text)
+    num_headings = len(re.findall(r"^### ", text, flags=re.MULTILINE))
     is_whole = num_headings == sum(map(len, entries.values()))
     if not is_whole or set(entries) - set(HEADINGS.values()):
         allowed = "a gallery with <!-- entry NAME --> before each heading"
@@ -664,12 +702,24 @@ def entries_of(page: str) -> dict[str, dict[str, str]]:
     return entries
 
 
-def sections_of(page: Path, out: Path) -> dict[str, str]:
+def further_sections(
+    pages: Sequence[Path], out: Path, texts: Mapping[Path, str] | None = None
+) -> dict[str, str]:
+    """What the pages of further models say and show of each experiment, by its name; arguments as of `sections_of`."""
+    sections: dict[str, str] = {}
+    for page in pages:
+        for name, text in sections_of(page, out, (texts or {}).get(page)).items():
+            sections[name] = "\n\n".join(filter(None, [sections.get(name), text]))
+    return sections
+
+
+def sections_of(page: Path, out: Path, text: str | None = None) -> dict[str, str]:
     """What a further model's page says and shows of each experiment, by its name.
 
     Args:
         page: The model's page, a gallery, beside which a folder of that name holds its figures.
         out: The gallery that takes it, from which links to the page and its figures start.
+        text: What the page will say; None: what its file says.
 
     Raises:
         UserError: There is no such page, or it has no entries.
@@ -677,7 +727,7 @@ def sections_of(page: Path, out: Path) -> dict[str, str]:
     link = Path(os.path.relpath(page, out.parent)).as_posix()
     entries = {
         name: text
-        for of_paper in read_entries(page, "--beside").values()
+        for of_paper in read_entries(page, "--beside", text).values()
         for name, text in of_paper.items()
     }
     if not entries:

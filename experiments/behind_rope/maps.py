@@ -91,6 +91,8 @@ def maps_figure(
     rows: Sequence[tuple[str, Mapping[str, Array]]],
     last: int | None = None,
     n: Iterable[float] = (),
+    *,
+    has_sink: bool = False,
 ) -> Figure:
     """Draw heat maps of a query's score with every key but itself, each with its own colour range.
 
@@ -98,6 +100,7 @@ def maps_figure(
         rows: Name of each row of the figure, and its maps [n, n] by their titles.
         last: Number of the last token where a cell covers several tokens; such maps have no diagonal.
         n: Numbers of samples, to be written on the figure.
+        has_sink: Whether key 1 is left out of the colour ranges: a trained model's scores with it hide all others.
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)
@@ -112,7 +115,7 @@ def maps_figure(
             if not last:
                 # The diagonal is far above the rest and would hide it.
                 scores = np.where(np.eye(size, dtype=bool), np.nan, scores)
-            _draw_map(figure, axes, scores)
+            _draw_map(figure, axes, scores, scores[:, has_sink:])
             axes.set_title(title)
             axes.set_xticks([0, size - 1], ["1", str(last or size)])
             axes.set_yticks([0, size - 1], ["1", str(last or size)])
@@ -124,9 +127,9 @@ def maps_figure(
     return figure
 
 
-def _draw_map(figure: Figure, axes: Axes, scores: Array) -> None:
-    """Draw one map with its colour bar in the empty half of a causal map."""
-    low, high = np.nanquantile(scores, COLOUR_QUANTILES)
+def _draw_map(figure: Figure, axes: Axes, scores: Array, ranged: Array) -> None:
+    """Draw one map, with the colour range of a part of it, and the bar in the empty half of a causal map."""
+    low, high = np.nanquantile(ranged, COLOUR_QUANTILES)
     image = axes.imshow(scores, cmap="viridis", vmin=low, vmax=high)
     causal = np.isnan(scores[0, -1])
     if not causal:

@@ -167,7 +167,10 @@ class ScoreMap(Sampled):
 
     def figures(self, tables: Tables) -> Drawn:
         """The first layers raw and normalised, and all layers if there are more."""
-        samples = f"{self.source}; mean over heads. Colours from the 1 % to the 99 % quantile, no diagonal."
+        samples = (
+            f"{self.source}; mean over heads. Colours from the 1 % to the 99 % quantile without key 1, which trained "
+            "models single out; no diagonal."
+        )
         scores = stack_maps(tables["maps"], "score")
         normalised = stack_maps(tables["maps"], "normalised")
         rows = [
@@ -177,7 +180,9 @@ class ScoreMap(Sampled):
         caption = (
             f"Scores before the softmax, and less the mean of their diagonal: {samples}"
         )
-        figures = {"score_map": (maps_figure(rows, self.last_token), caption)}
+        figures = {
+            "score_map": (maps_figure(rows, self.last_token, has_sink=True), caption)
+        }
         if len(scores) <= MAIN_LAYERS:
             return figures
         for name, title, maps in (
@@ -185,7 +190,7 @@ class ScoreMap(Sampled):
             ("normalised", "Less the mean of their diagonal", normalised),
         ):
             rows = rows_of_panels(title_layers(maps), MAPS_ACROSS)
-            figure = maps_figure(rows, self.last_token)
+            figure = maps_figure(rows, self.last_token, has_sink=True)
             figures[f"all_layers_{name}"] = (
                 figure,
                 f"{title}, every layer: {samples}",

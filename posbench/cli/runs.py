@@ -83,7 +83,8 @@ def ls_runs(args: list[str]) -> int:
         if records:
             table = index.run_table(records, console.width)
             console.print(table)
-            for line in (index.legend(table), index.next_line(records)):
+            legend, step = index.legend(table), index.next_step(records)
+            for line in (legend, f"next: {step}" if step else ""):
                 if line:
                     console.print(line)
     else:

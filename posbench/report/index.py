@@ -544,8 +544,8 @@ def legend(table: Table) -> str:
     return ", ".join(texts)
 
 
-def next_line(records: Sequence[Record]) -> str:
-    """The command to run after the newest run that is not running, as the last line of a list; empty without one.
+def next_step(records: Sequence[Record]) -> str:
+    """The command to run after the newest run that is not running, and what it does; empty without one.
 
     Args:
         records: The runs, as :func:`records` returns them.
@@ -567,7 +567,7 @@ def next_line(records: Sequence[Record]) -> str:
             continue
         if command:
             about = f"{name}: {purpose}" if purpose else name
-            return f"next: {command}  (after {about})"
+            return f"{command}  (after {about})"
     return ""
 
 

@@ -57,7 +57,7 @@ def write_view(folder: Path) -> tuple[Path, int]:
         "view.html.j2",
         mark=GENERATOR,
         title=index.list_title(records),
-        next=index.next_line(records).removeprefix("next: "),
+        next=index.next_step(records),
         header=header,
         rows=rows,
         others=others,

@@ -25,7 +25,7 @@ from posbench.report.index import (
     age,
     legend,
     list_title,
-    next_line,
+    next_step,
     records,
     run_table,
 )
@@ -435,8 +435,8 @@ def test_a_list_ends_with_units_and_the_next_command(outputs: Path) -> None:
     # Nothing is to be done after the newest run, a study without a class.
     assert found[0]["run"] == "cccc0001" and found[1]["state"] == "failed"
     assert (
-        next_line(found)
-        == "next: posbench -m x  (after bbbb0003: goes on where the run failed)"
+        next_step(found)
+        == "posbench -m x  (after bbbb0003: goes on where the run failed)"
     )
     for state, begin in (
         ("incomplete", "posbench -m x  (after"),
@@ -444,11 +444,11 @@ def test_a_list_ends_with_units_and_the_next_command(outputs: Path) -> None:
     ):
         changed = [{**record} for record in found[1:]]
         changed[0]["state"] = state
-        assert next_line(changed).startswith(f"next: {begin} bbbb0003: ")
+        assert next_step(changed).startswith(f"{begin} bbbb0003: ")
     (newest, *_) = done = records(outputs, ["run=aaaa*"])
     glance = run_glance(Path(newest["folder"]))
-    assert next_line(done) == f"next: {glance.next}  (after aaaa0002: {glance.purpose})"
-    assert next_line([]) == ""
+    assert next_step(done) == f"{glance.next}  (after aaaa0002: {glance.purpose})"
+    assert next_step([]) == ""
 
 
 def test_a_table_of_an_older_version_has_a_score_but_no_verdict(outputs: Path) -> None:
