@@ -316,7 +316,7 @@ def test_families_with_norms_behind_their_parts_have_no_gram(family: str) -> Non
 def test_a_sink_does_not_hide_what_the_other_keys_get() -> None:
     scores = np.where(np.tri(30, dtype=bool), np.arange(30.0), np.nan)
     scores[:, 0] = 1000.0
-    (axes, _) = maps_figure([("", {"layer 0": scores})], has_sink=True).axes
+    (axes,) = maps_figure([("", {"layer 0": scores})], has_sink=True).axes
     low, high = axes.images[0].get_clim()
     # The colours of the keys from 2 on, of which the last one stands on the diagonal alone.
-    assert 1 <= low < 2 and 26 < high <= 28
+    assert 1 <= low < 2 and 26 <= high <= 28
