@@ -112,7 +112,7 @@ def anchors(file: Path) -> set[str]:
 
 
 def broken(file: Path) -> Iterator[str]:
-    """Links and images of a page that lead nowhere in the repository."""
+    """Links and images of a page that lead to no file of the repository; the site has no folders."""
     for link in re.findall(r"\]\(([^()\s]+)\)|<img [^>]*src=\"([^\"]+)\"", prose(file)):
         target, _, anchor = unquote("".join(link)).partition("#")
         if re.match(r"[a-z]+:", target):
@@ -120,7 +120,7 @@ def broken(file: Path) -> Iterator[str]:
         to = (file.parent / target).resolve() if target else file
         # Other folders are this machine's: what a reader gets is the repository.
         if (
-            not to.exists()
+            not to.is_file()
             or not to.is_relative_to(ROOT)
             or (anchor and anchor not in anchors(to))
         ):
@@ -138,9 +138,8 @@ def test_a_broken_link_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     (tmp_path / "b.md").write_text("# A b, c\n\n```\n# d\n```\n")
     good = '[a](b.md) [b](b.md#a-b-c) `[x](y)` <https://x.org> [c](https://x.org/y) <img src="b.md">'
-    bad = (
-        '[a](c.md) [b](b.md#d) ![c](c.png) <img width="3" src="d.png"> [e](/etc/hosts)'
-    )
+    (tmp_path / "e").mkdir()
+    bad = '[a](c.md) [b](b.md#d) ![c](c.png) <img width="3" src="d.png"> [e](/etc/hosts) [f](e)'
     (tmp_path / "a.md").write_text(f"{good}\n{bad}\n")
     assert list(broken(tmp_path / "a.md")) == [
         "c.md",
@@ -148,6 +147,7 @@ def test_a_broken_link_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "c.png",
         "d.png",
         "/etc/hosts",
+        "e",
     ]
 
 
