@@ -76,13 +76,14 @@ def test_every_constant_says_where_it_comes_from(name: str) -> None:
     if "scale_channel" in blocks:
         assert set(blocks["scale_channel"]) == {"channel", "factor", "layers", "source"}
     # The paper prints a channel of TinyLlama-NoPE, but no factor; LPES prints no control points of any model.
-    # Those of smollm2 are our own search's.
+    # Those of smollm2 and qwen2_5_coder_0_5b are our own searches'.
     known = {name for name, _ in FILES.values()} | {
         "tiny",
         "tiny_b",
         "tiny_nope",
         "tiny_alibi",
         "smollm2",
+        "qwen2_5_coder_0_5b",
     }
     assert ("scale_channel" in blocks) == (name in known)
 
