@@ -165,6 +165,10 @@ def make_page(
         claims = read_claims(folder)
         if paper:
             claims = claims[claims["study"].str.startswith(f"{paper}_")]
+            if claims.empty:
+                allowed = f"a paper of the claims in {folder}"
+                hint = f"posbench figures paper={paper}"
+                raise UserError("--paper", paper, allowed, hint)
         if out and keep and out.with_suffix(".csv").is_file():
             claims = with_kept(claims, read_claims(out.with_suffix(".csv")))
         page = claims_page(claims, *map(read_claims, beside))
@@ -291,7 +295,7 @@ def read_claims(source: Path) -> pd.DataFrame:
     if not newest:
         allowed = "a folder of runs of studies"
         raise UserError("DIR", str(source), allowed, "posbench study=chain")
-    tables = [newest[key] for key in sorted(newest, key=lambda key: _by_study(key[:3]))]
+    tables = [newest[key] for key in sorted(newest, key=_by_study)]
     claims = pd.concat(tables, ignore_index=True)
     return claims.reindex(columns=list(CLAIM_COLUMNS)).astype(object).fillna("")
 
@@ -331,10 +335,10 @@ def _format_p(p: float) -> str:
     return "" if pd.isna(p) else f"{p:.3g}"
 
 
-def _by_study(key: tuple[str, str, str]) -> list[Any]:
-    """Sort key of a study, a model and a subject."""
-    study, model, subject = key
-    return [natural_order(study), model, subject]
+def _by_study(key: Sequence[str]) -> list[Any]:
+    """Sort key of a study and what follows it: a model, a subject, and of a kept run its name."""
+    study, *others = key
+    return [natural_order(study), *others]
 
 
 def with_kept(claims: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:

@@ -115,7 +115,9 @@ def maps_figure(
             if not last:
                 # The diagonal is far above the rest and would hide it.
                 scores = np.where(np.eye(size, dtype=bool), np.nan, scores)
-            _draw_map(figure, axes, scores, scores[:, has_sink:])
+            ranged = scores[:, 1:] if has_sink else scores
+            colour_range = np.nanquantile(ranged, COLOUR_QUANTILES)
+            _draw_map(figure, axes, scores, *colour_range)
             axes.set_title(title)
             axes.set_xticks([0, size - 1], ["1", str(last or size)])
             axes.set_yticks([0, size - 1], ["1", str(last or size)])
@@ -127,9 +129,10 @@ def maps_figure(
     return figure
 
 
-def _draw_map(figure: Figure, axes: Axes, scores: Array, ranged: Array) -> None:
-    """Draw one map, with the colour range of a part of it, and the bar in the empty half of a causal map."""
-    low, high = np.nanquantile(ranged, COLOUR_QUANTILES)
+def _draw_map(
+    figure: Figure, axes: Axes, scores: Array, low: float, high: float
+) -> None:
+    """Draw one map in colours from a low to a high score, with the bar in the empty half of a causal map."""
     image = axes.imshow(scores, cmap="viridis", vmin=low, vmax=high)
     causal = np.isnan(scores[0, -1])
     if not causal:

@@ -84,9 +84,10 @@ def ls_runs(args: list[str]) -> int:
             table = index.run_table(records, console.width)
             console.print(table)
             legend, step = index.legend(table), index.next_step(records)
-            for line in (legend, f"next: {step}" if step else ""):
-                if line:
-                    console.print(line)
+            if legend:
+                console.print(legend)
+            if step:
+                console.print(f"next: {step}")
     else:
         show_lists({index.list_title(records): records}, "--json" in remaining)
     return 0

@@ -129,11 +129,7 @@ def glance(diagnosis: Diagnosis) -> Glance:
     numbers = looked.numbers if looked else ()
     sentence = _verdict_sentence(diagnosis, looked)
     if part == "held-back" and looked and sentence == looked.sentence:
-        sentence = first_short(
-            *_illness_first(diagnosis, sentence),
-            f"On held-back questions {sentence}",
-            sentence,
-        )
+        sentence = _held_back_sentence(diagnosis, sentence)
     if diagnosis.place and name in (BIAS, NOT_FIXED):
         advice = diagnosis.place.partition(":")[0]
         sentence = first_short(f"{sentence.removesuffix('.')}; {advice}.", sentence)
@@ -149,25 +145,26 @@ def glance(diagnosis: Diagnosis) -> Glance:
         step,
         PURPOSES.get(name, "") if step.startswith("posbench ") else "",
         diagnosis.headline,
-        asked=looked.asked if looked and numbers == looked.numbers else "",
+        sample=looked.sample if looked and numbers == looked.numbers else "",
         rule=looked.rule if looked and looked.word == name else "",
     )
 
 
-def _illness_first(diagnosis: Diagnosis, sentence: str) -> list[str]:
-    """The sentence on a fix behind the bias that it removes; none where the shape favours no part of the prompt.
+def _held_back_sentence(diagnosis: Diagnosis, sentence: str) -> str:
+    """What a method does on held-back questions, after the bias of the model where that favours a part of the prompt.
 
     Args:
         diagnosis: The diagnosis.
-        sentence: What the method does on held-back questions.
+        sentence: What the method does, of the run on these questions.
     """
+    plain = first_short(f"On held-back questions {sentence}", sentence)
     shape = diagnosis.shape.name if diagnosis.shape else ""
     if shape not in SIDES:
-        return []
-    illness = f"{diagnosis.model} {SHAPES[shape].removeprefix('it ')}"
-    remedy = sentence.replace(f"the position bias of {diagnosis.model}", "that bias")
-    first_clause = remedy.partition(";")[0].removesuffix(".")
-    return [f"{illness}; {first_clause} on held-back questions."]
+        return plain
+    bias = f"{diagnosis.model} {SHAPES[shape].removeprefix('it ')}"
+    effect = sentence.replace(f"the position bias of {diagnosis.model}", "that bias")
+    effect = effect.partition(";")[0].removesuffix(".")
+    return first_short(f"{bias}; {effect} on held-back questions.", plain)
 
 
 def _look_at(diagnosis: Diagnosis, part: str) -> Glance | None:

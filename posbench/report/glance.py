@@ -162,10 +162,10 @@ def scores_glance(
     verdict = run_verdict(metrics)
     details = headline(metrics, delivery)
     numbers = _score_numbers(metrics, base, method, verdict)
-    asked = _asked(metrics, method or base)
+    sample = _sample(metrics, method or base)
     if verdict is None:
         word, tone, sentence = _average_verdict(metrics, base, method, model)
-        return Glance(word, tone, sentence, numbers, details=details, asked=asked)
+        return Glance(word, tone, sentence, numbers, details=details, sample=sample)
     sentence = _bias_sentence(metrics, verdict, base, method, model)
     # A server that shortens prompts gives any model a bias.
     if verdict.name == BIAS and delivery and delivery.get("unchecked"):
@@ -178,12 +178,12 @@ def scores_glance(
         sentence,
         numbers,
         details=details,
-        asked=asked,
+        sample=sample,
         rule=verdict_rule(verdict.name),
     )
 
 
-def _asked(metrics: pd.DataFrame, method: str) -> str:
+def _sample(metrics: pd.DataFrame, method: str) -> str:
     """Prompts behind the scores of a method, and their gold positions; empty where it scored nothing."""
     average = _estimate(metrics, method)
     rows = rows_at_positions(metrics)

@@ -61,7 +61,7 @@ class Glance:
         next: The command to run next; empty: nothing is left to do.
         purpose: What that command does, in a few words.
         details: All else that is to be said, in sentences.
-        asked: What the numbers rest on, as ``270 prompts at 9 positions``; empty where they do not say.
+        sample: What the numbers rest on, as ``270 prompts at 9 positions``; empty where they do not say.
         rule: What the numbers mean, and when the word is given, in a sentence or two.
     """
 
@@ -72,14 +72,14 @@ class Glance:
     next: str = ""
     purpose: str = ""
     details: str = ""
-    asked: str = ""
+    sample: str = ""
     rule: str = ""
 
     @property
     def basis(self) -> str:
         """Whether the numbers have intervals, and what they rest on."""
         has_intervals = any("[" in number.value for number in self.numbers)
-        return ", ".join(filter(None, ["95 % intervals" * has_intervals, self.asked]))
+        return ", ".join(filter(None, ["95 % intervals" * has_intervals, self.sample]))
 
     @property
     def text(self) -> str:

@@ -42,9 +42,9 @@ RULES = {
         f"every position is surely within {100 * NEGLIGIBLE_CONTRAST:g} points of the mean of the others."
     ),
     BIAS: f"it is surely above zero, and at least {100 * SMALLEST_BIAS:g} points.",
-    FIXED: "more than half of it is surely gone, and the average does not surely fall.",
-    NOT_FIXED: "surely less than half of it is gone, or the average surely falls.",
-    CANNOT_TELL: "the intervals allow more than one verdict.",
+    FIXED: "more than half of it is surely gone, and the average does not surely fall by more than a point.",
+    NOT_FIXED: "surely less than half of it is gone, or the average surely falls by more than a point.",
+    CANNOT_TELL: "no other verdict is sure.",
 }
 """When a verdict is given, in a sentence after :data:`BIAS_MEANING`; docs/metrics.md has the whole rule."""
 
