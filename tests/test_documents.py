@@ -17,6 +17,7 @@ import pytest
 
 from posbench.pipeline.compose import compose
 from posbench.pipeline.config import check_config
+from posbench.run.folder import PREDICTIONS
 from tests.cli import test_examples, test_experiments, test_kills, test_tasks
 from tests.conftest import Result, config_of, run_folders
 from tests.plugins import forget, install_example
@@ -82,6 +83,8 @@ APART = (
     "resume",
 )
 """Verbs that have tests of their own."""
+SHORT = {"shape": "small", "tokens": "8", "pairs": "[4]", "examples": "2"}
+"""Of a throughput, whose documents set what takes minutes."""
 
 
 def prose(file: Path) -> str:
@@ -218,6 +221,11 @@ def shrunk(text: str, reader: Path, files: Path) -> list[str]:
     """A command with all that costs time made small, unless it sets that itself."""
     values = told(text)
     args = shlex.split(text)
+    if values.get("study") == "throughput":
+        args = [
+            f"{key}={SHORT.get(key.removeprefix('study.'), value)}"
+            for key, value in values.items()
+        ]
     if values.get("experiment") in test_experiments.EVERY:
         small = test_experiments.shrunken(values["experiment"], reader, files)
     elif "--config-dir" in args:
@@ -308,6 +316,8 @@ def test_the_verbs_that_documents_show_run(
         "RUN": str(runs[0]),
         "DIR": str(runs[0]),
     }
+    with (runs[0] / PREDICTIONS).open(encoding="utf-8") as rows:
+        here[" ID"] = f" {json.loads(next(rows))['id']}"
     hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)
     for text in sorted({shlex.join(args) for file in TOLD for args in verbs(file)}):
         if text.split()[0] not in APART:
