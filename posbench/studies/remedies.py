@@ -19,10 +19,11 @@ from posbench.methods.prompt_change import PromptChange
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn, Section
 from posbench.run.base import Run
+from posbench.run.cost import InspectionPasses
 from posbench.run.folder import PREDICTIONS
 from posbench.run.plan import Subject
 from posbench.run.replies import plan_replies, scored_replies
-from posbench.schema import Count
+from posbench.schema import Count, Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
@@ -35,7 +36,8 @@ from posbench.stats.scores import score_frame
 from posbench.stats.sequential import ALPHA
 from posbench.studies.base import Tables
 from posbench.studies.cost.timing import TimingStudy
-from posbench.tasks import Example
+from posbench.tasks import Example, Task
+from posbench.tasks.base import first_examples
 
 HELPS = "helps"
 HARMS = "harms"
@@ -69,10 +71,12 @@ class Remedies(TimingStudy):
 
     Attributes:
         methods: Names of methods; empty: all.
+        examples: Examples per gold position at most; None is all of the task.
         timed: Prompts that are timed.
         clock: Of the times; a GPU is always timed by the wall clock.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
     needs_model: ClassVar[bool] = True
     needs_task: ClassVar[bool] = True
     all_methods: ClassVar[bool] = True
@@ -80,6 +84,7 @@ class Remedies(TimingStudy):
 
     clock: Literal["wall", "processor"] = "processor"
     methods: tuple[str, ...] = ()
+    examples: Several | None = None
     timed: Count = 2
 
     def measures(self, choice: MethodChoice) -> bool:
@@ -93,10 +98,25 @@ class Remedies(TimingStudy):
                 allowed = ", ".join(run.all_methods)
                 hint = "posbench ls methods describes them"
                 raise UserError("study.methods", name, allowed, hint)
-        if len({example.gold_position for example in run.evaluation}) < 2:
+        asked = self.recorded_examples(run.task)
+        if len({example.gold_position for example in asked}) < 2:
             allowed = "a task that moves a gold item over positions"
             hint = "set task=kv_retrieval or task=nq_multidoc"
             raise UserError("task", run.task.name, allowed, hint)
+
+    def recorded_examples(self, task: Task) -> list[Example]:
+        """The examples that every remedy is asked."""
+        return first_examples(task.evaluation(), self.examples)
+
+    def workload(self, run: Run) -> list[InspectionPasses]:
+        """Return the replies under all remedies, those that turn out not to apply among them, and the timed ones."""
+        asked = self.recorded_examples(run.task)
+        remedies = 1 + len(self.methods or run.all_methods)
+        times = remedies * (self.repeats + 1)
+        return [
+            InspectionPasses(asked, times=0, replies=remedies),
+            InspectionPasses(_spread(asked, self.timed), times=0, replies=times),
+        ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Ask, score and time.
@@ -106,17 +126,18 @@ class Remedies(TimingStudy):
             position and position bias in points, tokens and time of a prompt, verdict. ``curves``: accuracy at each
             gold position.
         """
-        encoded = run.prompts.encode(run.evaluation)
+        asked = self.recorded_examples(run.task)
+        encoded = run.prompts.encode(asked)
         longest = max(len(prompt.ids) for prompt in encoded.values())
         num_tokens = longest + run.task.max_new_tokens
-        methods, left_out = self._applicable(run, num_tokens)
-        rows = scored_replies(run, PREDICTIONS, methods, encoded)
+        methods, left_out = self._applicable(run, asked, num_tokens)
+        rows = scored_replies(run, PREDICTIONS, methods, encoded, examples=asked)
         metric = run.task.metric
         scores = {name: _scores(rows[name], metric) for name in methods}
         alpha = ALPHA / max(len(methods) - 1, 1)
         curves = _curves(rows, metric)
         biases = _biases(rows, metric, run.runtime.resamples)
-        costs = self._costs(run, methods)
+        costs = self._costs(run, asked, methods)
         table = []
         notes = {name: _missing_note(run, rows[name]) for name in methods}
         for name, method in methods.items():
@@ -156,17 +177,18 @@ class Remedies(TimingStudy):
         return {"remedies": pd.DataFrame(table), "curves": pd.DataFrame(curves)}
 
     def _applicable(
-        self, run: Run, num_tokens: int
+        self, run: Run, asked: Sequence[Example], num_tokens: int
     ) -> tuple[dict[str, Method], dict[str, str]]:
         """The methods that fit model and task, the unmodified model first, and the reasons against the others.
 
         Args:
             run: The run.
+            asked: The examples.
             num_tokens: Tokens of the longest prompt with its reply.
         """
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         left_out: dict[str, str] = {}
-        name_of_prompts = {tuple(e.prompt for e in run.evaluation): UNMODIFIED}
+        name_of_prompts = {tuple(e.prompt for e in asked): UNMODIFIED}
         for name in self.methods or run.all_methods:
             try:
                 method = run.all_methods[name].build()
@@ -176,7 +198,7 @@ class Remedies(TimingStudy):
                     left_out[name] = f"changes texts of more than {unchanged} tokens"
                     continue
                 if isinstance(method, PromptChange):
-                    rewritten = run.prompts.rewrite(run.evaluation, method)
+                    rewritten = run.prompts.rewrite(asked, method)
                     prompts = tuple(example.prompt for example in rewritten)
                     first = name_of_prompts.setdefault(prompts, name)
                     if first != name:
@@ -189,9 +211,11 @@ class Remedies(TimingStudy):
             methods[name] = method
         return methods, left_out
 
-    def _costs(self, run: Run, methods: Mapping[str, Method]) -> dict[str, Row]:
-        """Time, tokens and, on a GPU, memory of the timed prompts under each method, by its name."""
-        examples = _spread(run.evaluation, self.timed)
+    def _costs(
+        self, run: Run, asked: Sequence[Example], methods: Mapping[str, Method]
+    ) -> dict[str, Row]:
+        """Time, tokens and, on a GPU, memory of the timed ones of the examples under each method, by its name."""
+        examples = _spread(asked, self.timed)
         encoded = run.prompts.encode(examples)
         device = run.lm.device
         tokens: dict[str, float] = {}

@@ -381,6 +381,7 @@ STUDIES = {
     "doubling": "examples",
     "hidden_perturbation": "texts",
     "positional_channels": "strings",
+    "remedies": "examples",
     "rollout": "prompts",
     "rope_curves": "prompts",
     "score_map": "samples",

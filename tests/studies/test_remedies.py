@@ -69,6 +69,35 @@ def test_numbers_are_those_of_the_rows(
     assert 1.8 * tokens["none"] < tokens["documents_twice"] < 2.1 * tokens["none"]
 
 
+def test_a_budget_asks_fewer_questions_of_every_remedy(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    result = posbench(
+        "study=remedies",
+        "task.limit=20",
+        "task.pairs=8",
+        "task.positions=[0,7]",
+        "study.methods=[documents_twice,scale_channel,top_1]",
+        "study.repeats=1",
+        "study.timed=1",
+        "runtime.resamples=100",
+        # Three remedies and the unmodified model: ten questions at two positions, and two rounds of a timed one.
+        "budget=88prompts",
+    )
+    assert result.status == 0, result.err
+    assert "study remedies: examples 10 of 20; 88 prompts in all" in result.out
+    (folder,) = outputs.glob("remedies/v*/*__*")
+    lines = (folder / "predictions.jsonl").read_text().splitlines()
+    asked = defaultdict(set)
+    for row in map(json.loads, lines):
+        asked[row["method"], row["gold_position"]].add(row["id"])
+    assert len(asked) == 8 and {len(ids) for ids in asked.values()} == {10}
+    for position in (0, 7):
+        assert len({frozenset(asked[m, p]) for m, p in asked if p == position}) == 1
+    shown = posbench("show", str(folder), "--all", verb=True)
+    assert "of 20 examples" in shown.out
+
+
 def test_an_interval_for_several_comparisons_is_students_at_their_level() -> None:
     values = np.random.default_rng(0).normal(size=40)
     names = [str(number) for number in range(40)]
