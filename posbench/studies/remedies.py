@@ -59,6 +59,8 @@ HEADER = (
 )
 ALIKE = 1.0
 """Points within which remedies are alike; of these the cheapest is named."""
+NAME_SPACE = 0.6
+"""Space for the names left of the cheapest remedy, over that of all remedies on the axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,7 @@ class Remedies(TimingStudy):
             int(best["n"]),
         )
         statistic = (
-            f"{best['method']} minus unmodified, points of the average, at {best['time']:.1f} times its time; "
+            f"{best['method']} minus unmodified, points of the average, {_time_words(best)}; "
             f"of {len(raced)} remedies, the interval for all together"
         )
         claim = "a remedy raises the average"
@@ -283,7 +285,7 @@ class Remedies(TimingStudy):
         )
         numbers = (
             Number("change of the average", change, "points"),
-            Number("time", f"{best['time']:.1f}", "times the unmodified model's"),
+            Number("time", _time(best), "times the unmodified model's"),
             Number("asked", f"{best['n']:.0f}", "questions"),
         )
         name = best["method"]
@@ -293,7 +295,7 @@ class Remedies(TimingStudy):
         details = f"{len(raced)} remedies were asked, and the interval holds for all together."
         if ties:
             details += f" Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
-        effect = f"{best['difference']:+.1f} points on average at {best['time']:.1f} times the time"
+        effect = f"{best['difference']:+.1f} points on average {_time_words(best)}"
         if best["verdict"] == HELPS:
             sentence = f"Try {name} first: {effect}{tie}."
             step = f"posbench method={name}"
@@ -319,7 +321,8 @@ class Remedies(TimingStudy):
         text = (
             "The same questions for all. Differences are paired against the unmodified model and prompt, and their "
             "intervals hold for all remedies together; the other intervals are those of each alone (95 %). Time: of a "
-            "prompt with its reply, all in turn in this run."
+            "prompt with its reply over the unmodified model's, all in turn in this run; in brackets the least and the "
+            "most of the rounds."
         )
         return [
             Section("Remedies", text, HEADER, rows, figures),
@@ -333,8 +336,9 @@ class Remedies(TimingStudy):
         if drawn.empty:
             return {}
         caption = (
-            "Average (95 % intervals of each alone) and worst gold position over the time of a prompt, beside the "
-            "unmodified model's (black). Named are the remedies than which no other is both better and cheaper."
+            "Average (95 % intervals of each alone) and worst gold position over the time of a prompt (bars: the least "
+            "and the most of the rounds), beside the unmodified model's (black). Named are the remedies that are no "
+            "worse than it, and than which no other is both better and cheaper."
         )
         return {"remedies": (_draw(drawn), caption)}
 
@@ -381,11 +385,25 @@ def _cells(row: Row) -> list[str]:
         "" if is_base else interval("difference", "+.1f"),
         f"{row['worst']:.0f}",
         interval("bias"),
-        f"{row['time']:.2f}",
+        "1" if is_base else _time(row),
         f"{row['tokens']:.0f}",
         f"{row['n']:.0f}",
         "" if is_base else str(row["verdict"]),
     ]
+
+
+def _time(row: Row) -> str:
+    """Time over the unmodified model's, with the least and the most of the rounds where they differ."""
+    text = f"{row['time']:.1f}"
+    ends = f"[{row['time_low']:.1f}, {row['time_high']:.1f}]"
+    return text if ends == f"[{text}, {text}]" else f"{text} {ends}"
+
+
+def _time_words(row: Row) -> str:
+    """What a remedy costs; rounds on both sides of the unmodified model's time tell no difference."""
+    if row["time_low"] < 1 < row["time_high"]:
+        return "in about the same time"
+    return f"at {row['time']:.1f} times the time"
 
 
 def _verdict(gain: bootstrap.Estimate) -> str:
@@ -493,35 +511,33 @@ def _draw(table: pd.DataFrame) -> Figure:
     for axes, column in zip(panels, ("accuracy", "worst"), strict=True):
         times = table["time"].to_numpy()
         values = table[column].to_numpy()
+        rounds = table[["time_low", "time_high"]].to_numpy().T
+        bars = partial(axes.errorbar, fmt="none", color=plot.SHADE, linewidth=0.8)
+        bars(times, values, xerr=np.abs(rounds - times))
         if column == "accuracy":
             ends = table[["accuracy_low", "accuracy_high"]].to_numpy().T
-            axes.errorbar(
-                times,
-                values,
-                np.abs(ends - values),
-                fmt="none",
-                color=plot.SHADE,
-                linewidth=0.8,
-            )
+            bars(times, values, yerr=np.abs(ends - values))
         axes.plot(times[~is_base], values[~is_base], "o", color=plot.BLUE)
         axes.plot(times[is_base], values[is_base], "o", color=plot.BLACK)
-        front = _front(times, values)
+        front = _front(times, values, values[is_base].min())
         axes.plot(
             times[front], values[front], color=plot.GUIDE, linewidth=0.8, zorder=0
         )
-        for index in front:
+        for index in {*front, int(is_base.argmax())}:
             name = table["method"].iloc[index].replace(UNMODIFIED, "unmodified")
             axes.annotate(
                 name,
                 (times[index], values[index]),
-                xytext=(3, 3),
+                xytext=(-4, 2),
                 textcoords="offset points",
                 fontsize="small",
+                ha="right",  # above and left of the front there are no points
             )
         axes.set_xscale("log")
         ticks = [t for t in TICKS if 0.9 * times.min() <= t <= 1.1 * times.max()]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
+        axes.set_xlim(left=times.min() * (times.min() / times.max()) ** NAME_SPACE)
         axes.set_xlabel("time of a prompt over the unmodified model's")
         axes.set_ylim(-3, 108)
     panels[0].set_ylabel("average accuracy (%)")
@@ -529,10 +545,11 @@ def _draw(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def _front(times: np.ndarray, values: np.ndarray) -> list[int]:
-    """Indices of the points than which no other is both higher and cheaper, the cheapest first."""
+def _front(times: np.ndarray, values: np.ndarray, least: float) -> list[int]:
+    """Indices of the points of a value or more than which no other is both higher and cheaper, the cheapest first."""
     front: list[int] = []
     for index in sorted(range(len(times)), key=lambda i: (times[i], -values[i])):
-        if not front or values[index] > values[front[-1]]:
+        best = values[front[-1]] if front else -np.inf
+        if values[index] >= least and values[index] > best:
             front.append(index)
     return front

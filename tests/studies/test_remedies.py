@@ -14,7 +14,7 @@ import pytest
 import scipy.stats
 
 from posbench.stats import bootstrap
-from posbench.studies.remedies import _front, best_remedy
+from posbench.studies.remedies import _front, _time, _time_words, best_remedy
 from tests.conftest import Result
 
 
@@ -120,13 +120,14 @@ def test_no_remedy_of_the_front_is_beaten() -> None:
         kept = {
             i
             for i in range(12)
-            if not any(
+            if values[i] >= 2
+            and not any(
                 (times[j] <= times[i] and values[j] > values[i])
                 or (times[j] < times[i] and values[j] >= values[i])
                 for j in range(12)
             )
         }
-        assert set(_front(times, values)) == kept
+        assert set(_front(times, values, 2)) == kept
 
 
 def test_the_cheapest_of_those_alike_is_named_and_one_that_is_not_sure_is_not() -> None:
@@ -139,3 +140,13 @@ def test_the_cheapest_of_those_alike_is_named_and_one_that_is_not_sure_is_not() 
     table = pd.DataFrame(rows, columns=["method", "difference", "time", "verdict"])
     assert best_remedy(table)["method"] == "cheap"
     assert best_remedy(table[table["verdict"] != "helps"])["method"] == "lucky"
+
+
+def test_rounds_on_both_sides_of_the_unmodified_time_tell_no_difference() -> None:
+    def row(*times: float) -> dict[str, float]:
+        return dict(zip(("time", "time_low", "time_high"), times, strict=True))
+
+    assert _time_words(row(0.8, 0.7, 1.1)) == "in about the same time"
+    assert _time_words(row(1.8, 1.6, 2.1)) == "at 1.8 times the time"
+    assert _time(row(0.8, 0.7, 1.1)) == "0.8 [0.7, 1.1]"
+    assert _time(row(1.8, 1.8, 1.8)) == "1.8"
