@@ -37,7 +37,7 @@ from posbench.schema import override_text
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.glance import Glance, Number, Tone
 from posbench.stats.policies import CANNOT_DO, CANNOT_TELL, LEAVE, USE
-from posbench.studies.order import AS_RETRIEVED, VERDICT_FILE, OrderStudy
+from posbench.studies.order import AS_RETRIEVED, NO_REFERENCES, VERDICT_FILE, OrderStudy
 
 
 def order(args: list[str], watch: Stopwatch | None = None) -> int:
@@ -275,14 +275,18 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         )
     else:
         sentence = "These questions do not tell whether a change of the prompt helps"
-        if needed:
+        if facts["reason"] == NO_REFERENCES:
+            sentence = "The log holds no right answers, so that only the change of replies is known"
+        elif needed:
             sentence += f"; about {needed:,} in all would"
     glance = Glance(
         verdict_words(facts), tone, f"{sentence}.", tuple(numbers), details=details
     )
     if verdict == CANNOT_TELL:
-        # Only more questions, or a larger budget, would change the answer.
+        # Only right answers, more questions or a larger budget would change the answer.
         command = str(facts["command"])
+        if facts["reason"] == NO_REFERENCES:
+            command += " references=FILE"
         glance = replace(glance, next=command, purpose=_next(facts))
     return glance
 
@@ -296,9 +300,13 @@ def _with_interval(
 
 def _next(facts: Mapping[str, Any]) -> str:
     """What to do next, in words."""
+    if facts["reason"] == NO_REFERENCES:
+        return "with the right answers in FILE"
     needed = facts["needed_questions"]
     if needed and needed > facts["questions"]:
         return f"once the log holds about {needed:,} questions"
+    if not facts.get("stopped", True):
+        return "once the log holds more questions: these are used up"
     return "resumes and repeats nothing that is there; a larger budget goes on"
 
 

@@ -58,6 +58,7 @@ VOTERS = (AS_RETRIEVED, "reversed", "shuffled")
 """Policies whose replies vote; where all three differ, the first one's counts."""
 RACE_SHARE = 0.7
 """Share of a budget that is spent when the race ends; the rest is for held-back questions and probes."""
+NO_REFERENCES = "the log holds no reference answers"
 VERDICT_FILE = "order.json"
 
 QUESTION_COLUMNS = [
@@ -271,9 +272,7 @@ class OrderStudy(Study):
             for name in pair:
                 rows[name] += held_rows[name]
                 scores[name] = {**scores[name], **held_scores[name]}
-        verdict = PolicyVerdict(
-            CANNOT_TELL, AS_RETRIEVED, "the log holds no reference answers"
-        )
+        verdict = PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, NO_REFERENCES)
         probe_rows: dict[str, list[Row]] = {}
         if has_references:
             sound = [n for n in remaining if missing.get(n, 0.0) <= MAX_MISSING]
@@ -302,6 +301,7 @@ class OrderStudy(Study):
             "leader": leader,
             "held_back": _in_points(held_back) if held_back else None,
             "questions": len({e.question_id for e in examples.values()}),
+            "stopped": bool(stopped),
             "causes": dict(Counter(row["cause"] for row in causes)),
             "left_out": prepared.left_out,
             "probes": _probe_facts(probe_rows, examples, run.task.metric),

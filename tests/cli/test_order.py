@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from posbench.cli.order import order_glance
 from posbench.studies.order import OrderStudy
 from posbench.tasks import Example
 from posbench.tasks.logs import read
@@ -130,6 +131,9 @@ def test_a_flat_reader_is_left_alone_and_the_json_is_printed(
     assert {row["flip_rate"] for row in printed["policies"]} == {0.0}
     assert printed["verdict"] in ("leave", "cannot tell")
     assert printed["policy"] == "as_retrieved"
+    # A budget would buy nothing more where all questions were asked.
+    glance = order_glance({**printed, "verdict": "cannot tell"})
+    assert not printed["stopped"] and "these are used up" in glance.purpose
 
 
 def test_a_log_is_read_and_its_prompts_are_made_once(
@@ -223,6 +227,7 @@ def test_a_budget_of_tokens_is_kept(posbench: Call, tmp_path: Path) -> None:
         json.loads(line)
         for line in (folder / "predictions.jsonl").read_text().splitlines()
     ]
+    assert "a larger budget goes on" in result.out
     # All that was paid for is kept.
     assert len(rows) == len(server.prompts)
     with reading(CURVES["primacy"], 6) as second:
@@ -374,6 +379,8 @@ def test_without_references_nothing_is_judged(posbench: Call, tmp_path: Path) ->
         assert facts["verdict"] == "cannot tell"
         assert facts["policies"][1]["accuracy"] is None
         assert facts["policies"][1]["changed_replies"] > 0
+        assert "holds no right answers" in result.out
+        assert " references=FILE  (with the right answers in FILE)" in result.out
         joined = posbench(*common, f"references={references}")
     assert joined.status == 0, joined.err
     assert "%" not in joined.err
