@@ -61,7 +61,14 @@ def _common(row: list[int], other: list[int]) -> int:
     )
 
 
+HINT = "python tools/scale.py"
+
+
+@pytest.mark.parametrize("experiment", ["lpes_fig5", "lpes_table2", "yu2025_fig12"])
+def test_rows_of_the_page_are_the_codes(experiment: str) -> None:
+    assert f"| {' | '.join(scale.row(experiment))} |\n" in PAGE.read_text(), HINT
+
+
 @pytest.mark.slow
 def test_the_page_is_the_code_s() -> None:
-    hint = "python tools/scale.py"
-    assert between_marks(PAGE, "scale", scale.page()) == PAGE.read_text(), hint
+    assert between_marks(PAGE, "scale", scale.page()) == PAGE.read_text(), HINT
