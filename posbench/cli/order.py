@@ -39,6 +39,9 @@ from posbench.stats.glance import Glance, Number, Tone
 from posbench.stats.policies import CANNOT_DO, CANNOT_TELL, LEAVE, USE
 from posbench.studies.order import AS_RETRIEVED, NO_REFERENCES, VERDICT_FILE, OrderStudy
 
+PAIRED = "Differences are paired against the prompts as they were retrieved, on the questions that both answered."
+"""What the differences of the table are."""
+
 
 def order(args: list[str], watch: Stopwatch | None = None) -> int:
     """Tell which order and number of retrieved documents serves a model best, on a log of your own questions.
@@ -102,6 +105,7 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
     _show_causes_and_recipe(console, facts)
     ranked = policy_rows([row for row in facts["policies"] if not row["same_as"]])
     show_table(console, [*POLICY_HEADER[:-1], "note"], ranked)
+    console.print(PAIRED)
     show_glance(console, glance)
     show_link(console, "report", target / "report.html")
     return 0
@@ -176,9 +180,8 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
     sections = [
         Section(
             "Policies",
-            "Differences are paired against the prompts as they were retrieved, on the questions that both answered. "
-            "Their intervals hold for all policies together and whenever the questions ended; policies that were "
-            "surely worse dropped out.",
+            f"{PAIRED} Their intervals hold for all policies together and whenever the questions ended. Policies that "
+            "were surely worse dropped out; the best one alone was asked the held-back questions, too.",
             POLICY_HEADER,
             policy_rows(facts["policies"]),
             {name: drawn[name] for name in ("tokens",) if name in drawn},

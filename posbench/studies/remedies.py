@@ -321,8 +321,8 @@ class Remedies(TimingStudy):
         text = (
             "The same questions for all. Differences are paired against the unmodified model and prompt, and their "
             "intervals hold for all remedies together; the other intervals are those of each alone (95 %). Time: of a "
-            "prompt with its reply over the unmodified model's, all in turn in this run; in brackets the least and the "
-            "most of the rounds."
+            "prompt with its reply over the unmodified model's, all in turn in this run, with the least and the most "
+            "of the rounds."
         )
         return [
             Section("Remedies", text, HEADER, rows, figures),
@@ -394,9 +394,8 @@ def _cells(row: Row) -> list[str]:
 
 def _time(row: Row) -> str:
     """Time over the unmodified model's, with the least and the most of the rounds where they differ."""
-    text = f"{row['time']:.1f}"
-    ends = f"[{row['time_low']:.1f}, {row['time_high']:.1f}]"
-    return text if ends == f"[{text}, {text}]" else f"{text} {ends}"
+    text, low, high = (f"{row[key]:.1f}" for key in ("time", "time_low", "time_high"))
+    return text if low == text == high else f"{text} ({low} to {high})"
 
 
 def _time_words(row: Row) -> str:

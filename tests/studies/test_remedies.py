@@ -148,5 +148,5 @@ def test_rounds_on_both_sides_of_the_unmodified_time_tell_no_difference() -> Non
 
     assert _time_words(row(0.8, 0.7, 1.1)) == "in about the same time"
     assert _time_words(row(1.8, 1.6, 2.1)) == "at 1.8 times the time"
-    assert _time(row(0.8, 0.7, 1.1)) == "0.8 [0.7, 1.1]"
+    assert _time(row(0.8, 0.7, 1.1)) == "0.8 (0.7 to 1.1)"
     assert _time(row(1.8, 1.8, 1.8)) == "1.8"
