@@ -9,6 +9,9 @@ from posbench.methods.unmodified import Unmodified
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
 
+UNRANKED = "the task places the gold item, so that another order only moves it, and fewer items only cut it away"
+"""Why a study leaves out an order of items, or a number of them, where nothing ranks them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptChange(Method):
@@ -24,6 +27,11 @@ class PromptChange(Method):
     def recipe(self) -> str:
         """Python lines that do the same where ``documents`` and ``prompt`` are made; empty: none are known."""
         return ""
+
+    @property
+    def uses_order(self) -> bool:
+        """Whether it means nothing where the order of the items does not."""
+        return self.changes != "repetition"
 
     @property
     def takes_ranking(self) -> bool:

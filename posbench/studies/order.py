@@ -17,7 +17,7 @@ from posbench.files.atomic import Row
 from posbench.late import Figure, pd
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
-from posbench.methods.prompt_change import PromptChange
+from posbench.methods.prompt_change import UNRANKED, PromptChange
 from posbench.model.encode import Encoder
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
@@ -49,6 +49,7 @@ from posbench.studies.probes import (
     with_documents,
 )
 from posbench.tasks import Example, Task
+from posbench.tasks.items import ranks_items
 from posbench.tasks.scorers import contains_answer
 
 AS_RETRIEVED = "as_retrieved"
@@ -145,6 +146,12 @@ class OrderStudy(Study):
             if name not in known:
                 hint = "posbench ls methods describes them"
                 raise UserError("study.policies", name, ", ".join(known), hint)
+            if self._is_unranked(
+                run.all_methods[name].build(), run.task, run.evaluation
+            ):
+                hint = "posbench order LOG asks in the order of a log"
+                allowed = f"repetitions: {UNRANKED}"
+                raise UserError("study.policies", name, allowed, hint)
         missing = {*VOTERS[1:]} - {*(self.policies or known)}
         if self.vote and missing:
             allowed = f"false, or policies with {' and '.join(sorted(missing))}, whose replies vote"
@@ -153,6 +160,14 @@ class OrderStudy(Study):
             allowed = "a task whose prompts have items: retrieval_log, own_data, nq_multidoc, kv_retrieval"
             hint = "posbench order LOG model=..."
             raise UserError("task", run.task.name, allowed, hint)
+
+    def _is_unranked(
+        self, method: Method, task: Task, examples: Sequence[Example]
+    ) -> bool:
+        """Whether a policy means nothing on a task; replies under several orders may vote all the same."""
+        if self.vote or not isinstance(method, PromptChange):
+            return False
+        return method.uses_order and not ranks_items(task, examples)
 
     def prepared(
         self, encoder: Encoder, task: Task, choices: Mapping[str, MethodChoice]
@@ -195,6 +210,9 @@ class OrderStudy(Study):
         left_out = {}
         for name in self.policies or choices:
             method = choices[name].build()
+            if self._is_unranked(method, task, examples):
+                left_out[name] = UNRANKED
+                continue
             try:
                 rewritten = rewrite_examples(encoder, task, examples, method)
             except UserError as error:
@@ -238,8 +256,12 @@ class OrderStudy(Study):
             the cause. ``ranks``: accuracy by the rank of the gold document, of the policy in use and of the leader.
         """
         prepared = self.prepared(run.encoder, run.task, run.all_methods)
+        names_by_reason = defaultdict[str, list[str]](list)
         for name, reason in prepared.left_out.items():
-            run.console.print(f"order: {name} left out: {reason}", markup=False)
+            names_by_reason[reason].append(name)
+        for reason, names in names_by_reason.items():
+            listed = ", ".join(names)
+            run.console.print(f"order: {listed} left out: {reason}", markup=False)
         has_references = any(example.answers for example in run.evaluation)
         asked, kept_back = self._split(_judged(run.evaluation))
         # In the random order of the race, on which its intervals rest.

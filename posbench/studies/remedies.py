@@ -15,7 +15,7 @@ from posbench.files.atomic import Row
 from posbench.late import Figure, pd, torch
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
-from posbench.methods.prompt_change import PromptChange
+from posbench.methods.prompt_change import UNRANKED, PromptChange
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn, Section
 from posbench.run.base import Run
@@ -38,6 +38,7 @@ from posbench.studies.base import Tables
 from posbench.studies.cost.timing import TimingStudy
 from posbench.tasks import Example, Task
 from posbench.tasks.base import first_examples
+from posbench.tasks.items import ranks_items
 
 HELPS = "helps"
 HARMS = "harms"
@@ -191,6 +192,7 @@ class Remedies(TimingStudy):
         methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
         left_out: dict[str, str] = {}
         name_of_prompts = {tuple(e.prompt for e in asked): UNMODIFIED}
+        is_ordered = ranks_items(run.task, asked)
         for name in self.methods or run.all_methods:
             try:
                 method = run.all_methods[name].build()
@@ -200,6 +202,9 @@ class Remedies(TimingStudy):
                     left_out[name] = f"changes texts of more than {unchanged} tokens"
                     continue
                 if isinstance(method, PromptChange):
+                    if method.uses_order and not is_ordered:
+                        left_out[name] = UNRANKED
+                        continue
                     rewritten = run.prompts.rewrite(asked, method)
                     prompts = tuple(example.prompt for example in rewritten)
                     first = name_of_prompts.setdefault(prompts, name)

@@ -167,6 +167,12 @@ def sort_by_gold_position(
     return first_examples(with_gold, per_position)
 
 
+def ranks_items(task: Task, examples: Sequence[Example]) -> bool:
+    """Whether the order of the items says anything about them: the data rank them, or the task does not place the gold
+    item itself, so that they stand as a retriever found them."""
+    return not task.gold_positions or any("relevance" in e.orders for e in examples)
+
+
 def spread_examples(examples: Sequence[Example], count: int) -> list[Example]:
     """Return ``count`` examples, sorted by gold position and spread evenly over all; all if there are no more."""
     ordered = sorted(examples, key=lambda example: example.gold_position or 0)

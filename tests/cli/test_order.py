@@ -289,7 +289,7 @@ def test_a_question_at_several_positions_keeps_its_ranks(posbench: Call) -> None
         "task.limit=6",
         "task.positions=[0,8,15]",
         "task.pairs=16",
-        "study.policies=[reversed]",
+        "study.policies=[documents_twice]",
         "study.held_back=0",
         "study.probes=2",
     )
@@ -310,6 +310,25 @@ def test_a_question_at_several_positions_keeps_its_ranks(posbench: Call) -> None
             and r["gold_position"] == int(row["rank"]) - 1
         ]
         assert float(row["accuracy"]) == pytest.approx(sum(own) / len(own))
+
+
+def test_where_the_task_places_the_gold_item_orders_are_left_out(
+    posbench: Call,
+) -> None:
+    """The average over positions of another order is that of other positions: no gain of the order."""
+    args = ["study=order", "model=tiny", "task.limit=6", "task.pairs=16"]
+    args += ["task.positions=[0,8,15]", "study.probes=0", "study.held_back=0"]
+    result = posbench(*args)
+    assert result.status == 0, result.err
+    (line,) = re.findall(".*the task places the gold item.*", result.out)
+    folder = Path(result.out.split("report: ")[-1].split("/report.html")[0].strip())
+    with (folder / "policies.csv").open() as file:
+        raced = {row["name"] for row in csv.DictReader(file)}
+    for name in ("reversed", "both_ends", "shuffled", "top_3"):
+        assert name in line and name not in raced
+    assert "documents_twice" in raced
+    refused = posbench(*args, "study.policies=[both_ends]")
+    assert refused.status == 2 and "study.policies = 'both_ends'" in refused.err
 
 
 def test_three_orders_vote(posbench: Call, tmp_path: Path) -> None:

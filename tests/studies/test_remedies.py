@@ -25,7 +25,7 @@ def test_numbers_are_those_of_the_rows(
         "study=remedies",
         "task.limit=8",
         "task.positions=[0%,50%,100%]",
-        "study.methods=[top_1,best_first,documents_twice,cache_stable,scale_channel,recite]",
+        "study.methods=[top_1,best_first,documents_twice,prompt_twice,scale_channel,recite]",
         "study.repeats=1",
         "study.timed=1",
         "runtime.resamples=200",
@@ -34,8 +34,8 @@ def test_numbers_are_those_of_the_rows(
     (folder,) = outputs.glob("remedies/v*/*__*")
     best = re.search(r"(?:Try|the best is) (\w+)", result.out)
     page = (folder / "report.html").read_text()
-    assert best and best[1] in ("documents_twice", "scale_channel")
-    assert "the same prompts as the unmodified ones" in page
+    assert best and best[1] in ("documents_twice", "prompt_twice", "scale_channel")
+    assert "the task places the gold item" in page
     table = pd.read_csv(folder / "remedies.csv", keep_default_na=False)
     table = table.set_index("method")
     scores: dict[str, dict[str, float]] = defaultdict(dict)
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_rows(
             continue
         scores[row["method"]][row["id"]] = row["scores"]["accuracy"]
         positions[row["method"], row["gold_position"]].append(row["scores"]["accuracy"])
-    assert set(scores) == {"none", "top_1", "documents_twice", "scale_channel"}
+    assert set(scores) == {"none", "documents_twice", "prompt_twice", "scale_channel"}
     for name, of_method in scores.items():
         row = table.loc[name]
         accuracy = 100 * np.mean([*of_method.values()])
@@ -57,15 +57,13 @@ def test_numbers_are_those_of_the_rows(
         assert float(row["difference"]) == pytest.approx(gain, abs=0.01)
         worst = min(np.mean(v) for (m, _), v in positions.items() if m == name)
         assert float(row["worst"]) == pytest.approx(100 * worst, abs=0.01)
-    assert table.loc["best_first", "note"] == "the same prompts as the unmodified ones"
-    assert "none of ids" in table.loc["cache_stable", "note"]
-    assert set(table.loc[["best_first", "cache_stable"], "verdict"]) == {"left out"}
+    # The average over other positions is no gain of an order.
+    assert set(table.loc[["best_first", "top_1"], "verdict"]) == {"left out"}
     # A quotation does not fit a reply of one token: what was answered all the same says nothing.
     assert f"{num_cut} cut off" in table.loc["recite", "note"] and num_cut > 1
     assert table.loc["recite", "accuracy"] == ""
-    # What stands in the prompt twice is read twice; the first item alone is short.
+    # What stands in the prompt twice is read twice.
     tokens = table["tokens"].replace("", np.nan).astype(float)
-    assert tokens["top_1"] < tokens["none"] / 4
     assert 1.8 * tokens["none"] < tokens["documents_twice"] < 2.1 * tokens["none"]
 
 
@@ -77,7 +75,7 @@ def test_a_budget_asks_fewer_questions_of_every_remedy(
         "task.limit=20",
         "task.pairs=8",
         "task.positions=[0,7]",
-        "study.methods=[documents_twice,scale_channel,top_1]",
+        "study.methods=[documents_twice,scale_channel,prompt_twice]",
         "study.repeats=1",
         "study.timed=1",
         "runtime.resamples=100",
