@@ -209,7 +209,7 @@ JOBS = {
     **_study(
         "remedies",
         *FEW,
-        "study.methods=[top_3,documents_twice]",
+        "study.methods=[prompt_twice,documents_twice]",
         "study.repeats=1",
         "study.timed=1",
         timed=("seconds", "time(_low|_high)?", "statistic"),
