@@ -28,7 +28,7 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
-from posbench.stats.glance import Glance, Number
+from posbench.stats.glance import Glance, Number, Tone
 from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import MARGIN, Scores
 from posbench.stats.position_bias import position_bias, position_curves
@@ -309,7 +309,9 @@ class Remedies(TimingStudy):
         sentence = (
             f"No remedy raises the average for sure; the best is {name}, {effect}."
         )
-        return Glance("none helps for sure", "bad", sentence, numbers, details=details)
+        undecided = (raced["verdict"] == CANNOT_TELL).any()
+        tone: Tone = "open" if undecided else "bad"
+        return Glance("none helps for sure", tone, sentence, numbers, details=details)
 
     def sections(self, tables: Tables, figures: Drawn) -> list[Section]:
         """See :meth:`Study.sections`: the remedies, the best first, and those left out with the reason."""

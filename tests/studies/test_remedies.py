@@ -14,7 +14,13 @@ import pytest
 import scipy.stats
 
 from posbench.stats import bootstrap
-from posbench.studies.remedies import _front, _time, _time_words, best_remedy
+from posbench.studies.remedies import (
+    Remedies,
+    _front,
+    _time,
+    _time_words,
+    best_remedy,
+)
 from tests.conftest import Result
 
 
@@ -148,3 +154,23 @@ def test_rounds_on_both_sides_of_the_unmodified_time_tell_no_difference() -> Non
     assert _time_words(row(1.8, 1.6, 2.1)) == "at 1.8 times the time"
     assert _time(row(0.8, 0.7, 1.1)) == "0.8 (0.7 to 1.1)"
     assert _time(row(1.8, 1.8, 1.8)) == "1.8"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "tone"),
+    [
+        (("helps", "cannot tell"), "good"),
+        (("harms", "cannot tell"), "open"),
+        (("harms", "less than 5 points"), "bad"),
+    ],
+)
+def test_undecided_is_not_none(verdicts: tuple[str, ...], tone: str) -> None:
+    ends = ("difference", "difference_low", "difference_high")
+    times = ("time", "time_low", "time_high")
+    rows = [
+        {"method": f"m{i}", "verdict": v, "n": 9}
+        | dict(zip((*ends, *times), (9.0, 1.0, 17.0, 2.0, 2.0, 2.0), strict=True))
+        for i, v in enumerate(verdicts)
+    ]
+    glance = Remedies().glance({"remedies": pd.DataFrame(rows)})
+    assert glance is not None and glance.tone == tone
