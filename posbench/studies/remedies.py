@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
-from posbench.stats.glance import Glance, Number, Tone
+from posbench.stats.glance import Glance, Number, Tone, sentence_case
 from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import MARGIN, Scores
 from posbench.stats.position_bias import position_bias, position_curves
@@ -58,6 +59,31 @@ HEADER = (
     "n",
     "verdict",
 )
+COLUMNS = [
+    "method",
+    "changes",
+    "accuracy",
+    "accuracy_low",
+    "accuracy_high",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "worst",
+    "worst_position",
+    "bias",
+    "bias_low",
+    "bias_high",
+    "seconds",
+    "time",
+    "time_low",
+    "time_high",
+    "tokens",
+    "memory_gb",
+    "n",
+    "verdict",
+    "note",
+]
+"""Columns of ``remedies.csv``."""
 ALIKE = 1.0
 """Points within which remedies are alike; of these the cheapest is named."""
 NAME_SPACE = 0.6
@@ -140,9 +166,10 @@ class Remedies(TimingStudy):
         alpha = ALPHA / max(len(methods) - 1, 1)
         curves = _curves(rows, metric)
         biases = _biases(rows, metric, run.runtime.resamples)
-        costs = self._costs(run, asked, methods)
         table = []
         notes = {name: _missing_note(run, rows[name]) for name in methods}
+        # Without answers of the unmodified model there is nothing to compare.
+        costs = {} if notes[UNMODIFIED] else self._costs(run, asked, methods)
         for name, method in methods.items():
             note = notes[UNMODIFIED] or notes[name]
             if note:
@@ -177,7 +204,8 @@ class Remedies(TimingStudy):
         for name, reason in left_out.items():
             # Also remedies that were asked and whose replies are often no answers: what is left says nothing.
             table.append({"method": name, "verdict": LEFT_OUT, "note": reason})
-        return {"remedies": pd.DataFrame(table), "curves": pd.DataFrame(curves)}
+        remedies = pd.DataFrame(table).reindex(columns=COLUMNS)
+        return {"remedies": remedies, "curves": pd.DataFrame(curves)}
 
     def _applicable(
         self, run: Run, asked: Sequence[Example], num_tokens: int
@@ -283,7 +311,7 @@ class Remedies(TimingStudy):
         """See :meth:`Study.glance`."""
         raced = _raced(tables["remedies"])
         if raced.empty:
-            return None
+            return _empty_glance(tables["remedies"])
         best = best_remedy(raced)
         change = with_interval(
             best["difference"], best["difference_low"], best["difference_high"], "+.1f"
@@ -331,10 +359,10 @@ class Remedies(TimingStudy):
             "prompt with its reply over the unmodified model's, all in turn in this run, with the least and the most "
             "of the rounds."
         )
-        return [
-            Section("Remedies", text, HEADER, rows, figures),
-            Section("Left out", "", ("method", "reason"), left_out),
-        ]
+        sections = [Section("Left out", "", ("method", "reason"), left_out)]
+        if rows:
+            sections.insert(0, Section("Remedies", text, HEADER, rows, figures))
+        return sections
 
     def figures(self, tables: Tables) -> Drawn:
         """Average and worst position over the time of a prompt."""
@@ -348,6 +376,22 @@ class Remedies(TimingStudy):
             "worse than it, and than which no other is both better and cheaper."
         )
         return {"remedies": (_draw(drawn), caption)}
+
+
+def _empty_glance(table: pd.DataFrame) -> Glance:
+    """The first look where nothing could be compared."""
+    notes = table.loc[table["method"] == UNMODIFIED, "note"].dropna()
+    if (notes != "").any():
+        sentence = "Too many replies of the unmodified model are no answers, so no remedy can be compared with it."
+        details = sentence_case(notes.iloc[0])
+        setting = re.search(r"set (\S+=\S+)", details)
+        glance = Glance("cannot tell", "open", sentence, details=details)
+        if not setting:
+            return glance
+        step = f"posbench study=remedies {setting[1].rstrip('.')}"
+        return replace(glance, next=step, purpose="gives the replies room")
+    sentence = "No remedy fits this model and these prompts; the page says why."
+    return Glance("cannot tell", "open", sentence)
 
 
 def _raced(table: pd.DataFrame) -> pd.DataFrame:

@@ -174,3 +174,20 @@ def test_undecided_is_not_none(verdicts: tuple[str, ...], tone: str) -> None:
     ]
     glance = Remedies().glance({"remedies": pd.DataFrame(rows)})
     assert glance is not None and glance.tone == tone
+
+
+def test_a_model_without_answers_is_said_and_not_compared(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = "missing answers: 3 of 48 are cut off; set task.max_new_tokens=800"
+    monkeypatch.setattr(
+        "posbench.studies.remedies._missing_note", lambda run, rows: note
+    )
+    args = ["study=remedies", "task.limit=3", "task.pairs=8", "task.positions=[0,7]"]
+    result = posbench(*args, "study.methods=[documents_twice]")
+    assert result.status == 0, result.err
+    assert "next: posbench study=remedies task.max_new_tokens=800" in result.out
+    (folder,) = outputs.glob("remedies/v*/*__*")
+    assert "3 of 48 are cut off" in (folder / "report.html").read_text()
+    table = pd.read_csv(folder / "remedies.csv")
+    assert set(table["verdict"]) == {"left out"} and table["time"].isna().all()
