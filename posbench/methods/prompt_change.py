@@ -28,10 +28,10 @@ class PromptChange(Method):
         """Python lines that do the same where ``documents`` and ``prompt`` are made; empty: none are known."""
         return ""
 
-    @property
-    def uses_order(self) -> bool:
+    @classmethod
+    def uses_order(cls) -> bool:
         """Whether it means nothing where the order of the items does not."""
-        return self.changes != "repetition"
+        return cls.changes != "repetition"
 
     @property
     def takes_ranking(self) -> bool:

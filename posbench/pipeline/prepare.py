@@ -22,6 +22,7 @@ from posbench.files.digests import (
 from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import has_torch, transformers
 from posbench.measure.replies import encode_longest, template_sources
+from posbench.methods.prompt_change import UNRANKED, PromptChange
 from posbench.model.encode import Encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
 from posbench.pipeline.compose import ComposedConfig
@@ -37,6 +38,7 @@ from posbench.report.text import template_sentence
 from posbench.run.base import Run
 from posbench.run.budget import Budget
 from posbench.tasks.base import EvaluationOnly
+from posbench.tasks.items import ranks_items
 
 KEY_OF_EXPERIMENT = re.compile(r"(task|method|search|study)(\.(?!path\b)\w+)*")
 """Keys that an experiment chooses; the files of a task are not there, or wrong, for any model."""
@@ -150,6 +152,7 @@ def _prepare(
         warnings.append(constants.line(typed))
     if "evaluate" in config.stages:
         warnings += fit.config.task.notes()
+        warnings += _order_warnings(fit.config)
         if encoder.tokenizer and encoder.has_template:
             warnings += _template_warnings(fit.config, encoder)
         warnings += filter(
@@ -157,6 +160,16 @@ def _prepare(
         )
     warnings += [*notes, *_dequantised(config.model.files)]
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
+
+
+def _order_warnings(config: Config) -> list[str]:
+    """A line where a change of the order, or of the number of items, gains no more than other positions give."""
+    classes = [c for c in config.choice.classes if issubclass(c, PromptChange)]
+    if not any(cls.uses_order() for cls in classes):
+        return []
+    if ranks_items(config.task, config.task.evaluation()):
+        return []
+    return [f"method={config.choice.name}: {UNRANKED}; what it gains says nothing"]
 
 
 def _template_warnings(config: Config, encoder: Encoder) -> list[str]:

@@ -167,7 +167,7 @@ class OrderStudy(Study):
         """Whether a policy means nothing on a task; replies under several orders may vote all the same."""
         if self.vote or not isinstance(method, PromptChange):
             return False
-        return method.uses_order and not ranks_items(task, examples)
+        return method.uses_order() and not ranks_items(task, examples)
 
     def prepared(
         self, encoder: Encoder, task: Task, choices: Mapping[str, MethodChoice]

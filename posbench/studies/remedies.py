@@ -230,7 +230,7 @@ class Remedies(TimingStudy):
                     left_out[name] = f"changes texts of more than {unchanged} tokens"
                     continue
                 if isinstance(method, PromptChange):
-                    if method.uses_order and not is_ordered:
+                    if method.uses_order() and not is_ordered:
                         left_out[name] = UNRANKED
                         continue
                     rewritten = run.prompts.rewrite(asked, method)

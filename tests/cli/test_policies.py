@@ -176,6 +176,15 @@ def test_a_list_changes_the_prompt_and_the_model(posbench, outputs, tiny) -> Non
     audit(posbench, folder)
 
 
+@pytest.mark.parametrize(("method", "told"), [("reversed", 1), ("prompt_twice", 0)])
+def test_an_order_of_items_that_nothing_ranks_is_said_to_gain_nothing(
+    method: str, told: int, posbench: Call
+) -> None:
+    result = posbench(*TINY, f"method={method}", "stages=[evaluate]")
+    assert result.status == 0, result.err
+    assert result.out.count("the task places the gold item") == told
+
+
 def test_a_quotation_that_fills_the_reply_is_cut(posbench, outputs) -> None:
     result = posbench("method=recite", "method.quote_tokens=5", *TINY)
     assert result.status == 0, result.err
