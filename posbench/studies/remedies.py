@@ -127,19 +127,19 @@ class Remedies(TimingStudy):
                 allowed = ", ".join(run.all_methods)
                 hint = "posbench ls methods describes them"
                 raise UserError("study.methods", name, allowed, hint)
-        asked = self.recorded_examples(run.task)
+        asked = first_examples(run.evaluation, self.examples)
         if len({example.gold_position for example in asked}) < 2:
             allowed = "a task that moves a gold item over positions"
             hint = "set task=kv_retrieval or task=nq_multidoc"
             raise UserError("task", run.task.name, allowed, hint)
 
     def recorded_examples(self, task: Task) -> list[Example]:
-        """The examples that every remedy is asked."""
+        """See :meth:`Study.recorded_examples`: those that every remedy is asked."""
         return first_examples(task.evaluation(), self.examples)
 
     def workload(self, run: Run) -> list[InspectionPasses]:
         """Return the replies under all remedies, those that turn out not to apply among them, and the timed ones."""
-        asked = self.recorded_examples(run.task)
+        asked = first_examples(run.evaluation, self.examples)
         remedies = 1 + len(self.methods or run.all_methods)
         times = remedies * (self.repeats + 1)
         return [
@@ -155,7 +155,7 @@ class Remedies(TimingStudy):
             position and position bias in points, tokens and time of a prompt, verdict. ``curves``: accuracy at each
             gold position.
         """
-        asked = self.recorded_examples(run.task)
+        asked = first_examples(run.evaluation, self.examples)
         encoded = run.prompts.encode(asked)
         longest = max(len(prompt.ids) for prompt in encoded.values())
         num_tokens = longest + run.task.max_new_tokens
@@ -301,7 +301,7 @@ class Remedies(TimingStudy):
             int(best["n"]),
         )
         statistic = (
-            f"{best['method']} minus unmodified, points of the average, {_time_words(best)}; "
+            f"{best['method']} minus unmodified, points of the average, {_time_in_words(best)}; "
             f"of {len(raced)} remedies, the interval for all together"
         )
         claim = "a remedy raises the average"
@@ -318,7 +318,7 @@ class Remedies(TimingStudy):
         )
         numbers = (
             Number("change of the average", change, "points"),
-            Number("time", _time(best), "times the unmodified model's"),
+            Number("time", _time_ratio(best), "times the unmodified model's"),
             Number("asked", f"{best['n']:.0f}", "questions"),
         )
         name = best["method"]
@@ -328,7 +328,7 @@ class Remedies(TimingStudy):
         details = f"{len(raced)} remedies were asked, and the interval holds for all together."
         if ties:
             details += f" Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
-        effect = f"{best['difference']:+.1f} points on average {_time_words(best)}"
+        effect = f"{best['difference']:+.1f} points on average {_time_in_words(best)}"
         if best["verdict"] == HELPS:
             sentence = f"Try {name} first: {effect}{tie}."
             step = f"posbench method={name}"
@@ -389,7 +389,7 @@ def _empty_glance(table: pd.DataFrame) -> Glance:
         if not setting:
             return glance
         step = f"posbench study=remedies {setting[1].rstrip('.')}"
-        return replace(glance, next=step, purpose="gives the replies room")
+        return replace(glance, next=step, purpose="what the missing answers call for")
     sentence = "No remedy fits this model and these prompts; the page says why."
     return Glance("cannot tell", "open", sentence)
 
@@ -436,20 +436,20 @@ def _cells(row: Row) -> list[str]:
         "" if is_base else interval("difference", "+.1f"),
         f"{row['worst']:.0f}",
         interval("bias"),
-        "1" if is_base else _time(row),
+        "1" if is_base else _time_ratio(row),
         f"{row['tokens']:.0f}",
         f"{row['n']:.0f}",
         "" if is_base else str(row["verdict"]),
     ]
 
 
-def _time(row: Row) -> str:
+def _time_ratio(row: Row) -> str:
     """Time over the unmodified model's, with the least and the most of the rounds where they differ."""
     text, low, high = (f"{row[key]:.1f}" for key in ("time", "time_low", "time_high"))
     return text if low == text == high else f"{text} ({low} to {high})"
 
 
-def _time_words(row: Row) -> str:
+def _time_in_words(row: Row) -> str:
     """What a remedy costs; rounds on both sides of the unmodified model's time tell no difference."""
     if row["time_low"] < 1 < row["time_high"]:
         return "in about the same time"
@@ -596,7 +596,7 @@ def _draw(table: pd.DataFrame) -> Figure:
 
 
 def _front(times: np.ndarray, values: np.ndarray, least: float) -> list[int]:
-    """Indices of the points of a value or more than which no other is both higher and cheaper, the cheapest first."""
+    """Indices of the points of a value of ``least`` or more, none of which another beats in value and time, by time."""
     front: list[int] = []
     for index in sorted(range(len(times)), key=lambda i: (times[i], -values[i])):
         best = values[front[-1]] if front else -np.inf

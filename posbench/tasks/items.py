@@ -168,8 +168,7 @@ def sort_by_gold_position(
 
 
 def ranks_items(task: Task, examples: Sequence[Example]) -> bool:
-    """Whether the order of the items says anything about them: the data rank them, or the task does not place the gold
-    item itself, so that they stand as a retriever found them."""
+    """Whether the order of the items means anything: the data rank them, or the task does not place the gold item."""
     return not task.gold_positions or any("relevance" in e.orders for e in examples)
 
 
