@@ -19,5 +19,8 @@ def check_glance(glance: Glance) -> None:
         assert number.name and number.unit, number
         assert any(digit.isdigit() for digit in number.value), number
         assert "nan" not in number.value, number
+    # An interval says what it rests on.
+    has_interval = any("[" in number.value for number in glance.numbers)
+    assert glance.sample or not has_interval, glance
     # A purpose says what a command does.
     assert not glance.purpose or glance.next.startswith("posbench "), glance

@@ -39,8 +39,11 @@ from posbench.stats.glance import Glance, Number, Tone
 from posbench.stats.policies import CANNOT_DO, CANNOT_TELL, LEAVE, USE
 from posbench.studies.order import AS_RETRIEVED, NO_REFERENCES, VERDICT_FILE, OrderStudy
 
-PAIRED = "Differences are paired against the prompts as they were retrieved, on the questions that both answered."
-"""What the differences of the table are."""
+PAIRED = (
+    "Differences are paired against the prompts as they were retrieved, on the questions that both answered. Their "
+    "intervals hold for all policies together and whenever the questions ended, those of accuracies for each alone."
+)
+"""What the differences and their intervals are."""
 
 
 def order(args: list[str], watch: Stopwatch | None = None) -> int:
@@ -180,8 +183,7 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
     sections = [
         Section(
             "Policies",
-            f"{PAIRED} Their intervals hold for all policies together and whenever the questions ended. Policies that "
-            "were surely worse dropped out; the best one alone was asked the held-back questions, too.",
+            f"{PAIRED} Policies that were surely worse dropped out; held-back questions were asked of the best.",
             POLICY_HEADER,
             policy_rows(facts["policies"]),
             {name: drawn[name] for name in ("tokens",) if name in drawn},
@@ -283,7 +285,13 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         elif needed:
             sentence += f"; about {needed:,} in all would"
     glance = Glance(
-        verdict_words(facts), tone, f"{sentence}.", tuple(numbers), details=details
+        verdict_words(facts),
+        tone,
+        f"{sentence}.",
+        tuple(numbers),
+        details=details,
+        sample=f"{facts['questions']:,} questions",
+        rule=PAIRED if len(numbers) > 1 else "",
     )
     if verdict == CANNOT_TELL:
         # Only right answers, more questions or a larger budget would change the answer.

@@ -15,13 +15,14 @@ from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
 from posbench.report.curve import curve_of_run
-from posbench.report.folder import read_csv, study_tables
+from posbench.report.folder import read_csv, read_json, study_tables
 from posbench.report.glance import EXPORT_PURPOSE, TONES, scores_glance
 from posbench.report.links import link_to_parents, run_links
 from posbench.report.page import attention_section, write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.report.tables import describe_positions, position_table
-from posbench.run.folder import PREDICTIONS, open_run_dir
+from posbench.report.text import describe_method
+from posbench.run.folder import METHOD_FILE, PREDICTIONS, open_run_dir
 from posbench.run.own_code import make_importable
 from posbench.run.progress import duration
 from posbench.schema import resolve_target
@@ -126,7 +127,7 @@ def glance(diagnosis: Diagnosis) -> Glance:
     looked = _look_at(diagnosis, part)
     if looked is None or looked.word != name:
         looked = _look_at(diagnosis, "shape")
-    numbers = looked.numbers if looked else ()
+    numbers, sample = (looked.numbers, looked.sample) if looked else ((), "")
     sentence = _verdict_sentence(diagnosis, looked)
     if part == "held-back" and looked and sentence == looked.sentence:
         sentence = _held_back_sentence(diagnosis, sentence)
@@ -136,6 +137,11 @@ def glance(diagnosis: Diagnosis) -> Glance:
     if not numbers and diagnosis.pilots and diagnosis.pilots[-1].average.n:
         average = diagnosis.pilots[-1].average
         numbers = (Number.of("right in the pilot", average, "%", ".1f", 100),)
+        sample = f"{average.n:,} prompts"
+    rule = looked.rule if looked and looked.word == name else ""
+    if part == "held-back" and rule:
+        method = read_json(Path(diagnosis.runs[part]) / METHOD_FILE) or {}
+        rule += f" As applied: {describe_method(method)}." if len(method) > 1 else ""
     step = diagnosis.next
     return Glance(
         name,
@@ -145,8 +151,8 @@ def glance(diagnosis: Diagnosis) -> Glance:
         step,
         PURPOSES.get(name, "") if step.startswith("posbench ") else "",
         diagnosis.headline,
-        sample=looked.sample if looked and numbers == looked.numbers else "",
-        rule=looked.rule if looked and looked.word == name else "",
+        sample=sample,
+        rule=rule,
     )
 
 
@@ -219,17 +225,21 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.structure:
         result.append(f"structure: {diagnosis.structure}")
     if diagnosis.place:
-        result.append(f"place: {diagnosis.place}")
+        result.append(f"change of the order: {diagnosis.place}")
     if diagnosis.prompt_changes:
-        result.append(f"prompt: {_prompt_verdict(diagnosis.prompt_changes)}")
+        changes = _prompt_verdict(diagnosis.prompt_changes)
+        result.append(f"change of the prompt: {changes}")
     elif diagnosis.prompt_changes_note:
-        result.append(f"prompt: changes not raced, {diagnosis.prompt_changes_note}")
+        result.append(
+            f"change of the prompt: not raced, {diagnosis.prompt_changes_note}"
+        )
     if diagnosis.winner:
         result.append(
-            f"remedy: {diagnosis.winner}, {_winner_gain(diagnosis)}; on held-back questions: {diagnosis.held_back}"
+            f"change of the model: {diagnosis.winner}, {_winner_gain(diagnosis)}; on held-back questions: "
+            f"{diagnosis.held_back}"
         )
     elif diagnosis.remedies_note:
-        result.append(f"remedy: {diagnosis.remedies_note}")
+        result.append(f"change of the model: {diagnosis.remedies_note}")
     result.append(f"cost: {diagnosis.total}")
     return result
 

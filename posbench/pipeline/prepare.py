@@ -125,6 +125,8 @@ def _prepare(
 
     with faults.collecting():
         _check_constants(config)
+    with faults.collecting():
+        _check_order(config)
     silence_transformers()
     notes: list[str] = []
     if config.model.in_process:
@@ -152,7 +154,6 @@ def _prepare(
         warnings.append(constants.line(typed))
     if "evaluate" in config.stages:
         warnings += fit.config.task.notes()
-        warnings += _order_warnings(fit.config)
         if encoder.tokenizer and encoder.has_template:
             warnings += _template_warnings(fit.config, encoder)
         warnings += filter(
@@ -160,16 +161,6 @@ def _prepare(
         )
     warnings += [*notes, *_dequantised(config.model.files)]
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
-
-
-def _order_warnings(config: Config) -> list[str]:
-    """A line where a change of the order, or of the number of items, gains no more than other positions give."""
-    classes = [c for c in config.choice.classes if issubclass(c, PromptChange)]
-    if not any(cls.uses_order() for cls in classes):
-        return []
-    if ranks_items(config.task, config.task.evaluation()):
-        return []
-    return [f"method={config.choice.name}: {UNRANKED}; what it gains says nothing"]
 
 
 def _template_warnings(config: Config, encoder: Encoder) -> list[str]:
@@ -190,6 +181,20 @@ def _check_constants(config: Config) -> None:
     here = all(cached_path(source) for source in config.model.files)
     if config.constants and here:
         need_constants_of_weights(config, read_contents(config.model.files))
+
+
+def _check_order(config: Config) -> None:
+    """Refuse a method that only moves the gold item, or cuts it away: what it gains says nothing.
+
+    Raises:
+        UserError: The method orders or cuts the items, and the task places the gold item.
+    """
+    classes = [c for c in config.choice.classes if issubclass(c, PromptChange)]
+    if not any(cls.uses_order() for cls in classes):
+        return
+    if not ranks_items(config.task, config.task.evaluation()):
+        hint = "posbench order LOG compares orders on a log of your own"
+        raise UserError("method", config.choice.name, f"others: {UNRANKED}", hint)
 
 
 def _dequantised(needed: Sequence[Source]) -> list[str]:

@@ -162,7 +162,7 @@ def scores_glance(
     verdict = run_verdict(metrics)
     details = headline(metrics, delivery)
     numbers = _score_numbers(metrics, base, method, verdict)
-    sample = _sample(metrics, method or base)
+    sample = _sample(metrics, method) or _sample(metrics, base)
     if verdict is None:
         word, tone, sentence = _average_verdict(metrics, base, method, model)
         return Glance(word, tone, sentence, numbers, details=details, sample=sample)
@@ -478,16 +478,18 @@ def gain_glance(facts: Mapping[str, Any], details: str) -> Glance:
         Number(f"{measure}, unmodified", f"{facts['unmodified']:.3g}", unit),
     )
     verb = "lowers" if measure == "loss" else "raises"
-    on = f"on {facts['n']} held-back prompts"
+    sample = f"{facts['n']} held-back prompts"
+    word = "no gain"
+    tone: Tone = "bad"
+    sentence = f"What the search found shows no gain worth naming on {sample}."
     if not held_back.shows_no_gain(facts):
+        word, tone = "gains", "good"
         ends = f"from {facts['unmodified']:.3g} to {facts['found']:.3g}"
-        sentence = f"What the search found {verb} the {measure} {ends} {on}."
-        return Glance("gains", "good", sentence, numbers, details=details)
-    if held_back.may_gain(facts):
-        sentence = f"Whether what the search found helps cannot be told {on}."
-        return Glance(CANNOT_TELL, "open", sentence, numbers, details=details)
-    sentence = f"What the search found shows no gain worth naming {on}."
-    return Glance("no gain", "bad", sentence, numbers, details=details)
+        sentence = f"What the search found {verb} the {measure} {ends} on {sample}."
+    elif held_back.may_gain(facts):
+        word, tone = CANNOT_TELL, "open"
+        sentence = f"Whether what the search found helps cannot be told on {sample}."
+    return Glance(word, tone, sentence, numbers, details=details, sample=sample)
 
 
 def describe_measurements(folder: Path) -> str:
@@ -622,15 +624,20 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
                 change = Estimate(-value, -ci_high, -ci_low, n)
             title = f"{name.replace('_', ' ')}, {high} minus {low}"
             numbers.append(Number.of(title, change, "points", "+z.1f"))
+    shared = f"{second['pairs']:,} prompts" if second["pairs"] else ""
+    sample = (
+        f"paired on {shared}"
+        if shared
+        else f"{first['n']:,} and {second['n']:,} prompts"
+    )
     if order == "alike":
         sentence = first_short(
             f"{second_name} and {first_name} do not differ measurably in their scores.",
             "The two runs do not differ measurably in their scores.",
         )
-        return Glance("no difference", "open", sentence, tuple(numbers))
-    shared = ""
-    if second["pairs"]:
-        shared = f" on the {second['pairs']:,} prompts that both were asked"
+        return Glance("no difference", "open", sentence, tuple(numbers), sample=sample)
+    if shared:
+        shared = f" on the {shared} that both were asked"
     points = f"{abs(_compared(second, 'score_difference').value):z.1f} points"
     sentence = first_short(
         f"{high} scores {points} above {low}{shared}.",
@@ -640,7 +647,7 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
     word = f"{high} higher"
     if len(word) > MAX_WORD_CHARACTERS:
         word = f"{ordinal} run higher"
-    return Glance(word, "open", sentence, tuple(numbers))
+    return Glance(word, "open", sentence, tuple(numbers), sample=sample)
 
 
 def _short_names(first: str, second: str) -> tuple[str, str]:

@@ -72,6 +72,7 @@ from posbench.stats.verdict import (
     NO_BIAS,
     NOT_FIXED,
     run_verdict,
+    verdict_rule,
 )
 
 SWEEP_TABLE_NAMES = {
@@ -471,7 +472,7 @@ def _scores_glance(
             sentence = "Too many answers are missing in every setting to say anything."
         return Glance(CANNOT_TELL, "open", sentence, details=" ".join(details))
     verdicts = _verdicts(summary)
-    word, tone = _word(list(verdicts.values()))
+    word, tone, verdict = _word(list(verdicts.values()))
     best = max(scored, key=lambda setting: setting.average.value)
     numbers = [_number("highest average", best, best.average, "%")]
     averages = [100 * setting.average.value for setting in scored]
@@ -510,7 +511,16 @@ def _scores_glance(
         command,
         purpose,
         details=" ".join(details),
+        sample=_sample(scored),
+        rule=verdict_rule(verdict) if verdict else "",
     )
+
+
+def _sample(settings: Sequence[_Setting]) -> str:
+    """How many prompts the average of each setting rests on."""
+    sizes = sorted({int(setting.average.n) for setting in settings})
+    count = f"{sizes[0]:,} to {sizes[-1]:,}" if len(sizes) > 1 else f"{sizes[0]:,}"
+    return f"{count} prompts in each setting"
 
 
 def _step_after_sweep(
@@ -556,16 +566,16 @@ def _verdicts(summary: pd.DataFrame) -> dict[str, str]:
     return verdicts
 
 
-def _word(verdicts: Sequence[str]) -> tuple[str, Tone]:
-    """Word and tone of a sweep: the verdict of all its runs, or the best one with the number of runs that have it."""
+def _word(verdicts: Sequence[str]) -> tuple[str, Tone, str]:
+    """Word and tone of a sweep, and the verdict in it: that of all its runs, or the best one with their number."""
     if not verdicts:
-        return "measured", "open"
+        return "measured", "open", ""
     order = (FIXED, NO_BIAS, BIAS, NOT_FIXED, CANNOT_TELL, CANNOT_DO)
     word = min(verdicts, key=order.index)
     count = verdicts.count(word)
     if count == len(verdicts):
-        return word, TONES[word]
-    return f"{word} in {count} of {len(verdicts)}", "open"
+        return word, TONES[word], word
+    return f"{word} in {count} of {len(verdicts)}", "open", word
 
 
 def _job_notes(folder: Path) -> list[str]:

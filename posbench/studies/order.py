@@ -439,10 +439,11 @@ class OrderStudy(Study):
             best["difference_high"],
             int(best["n"]),
         )
-        numbers = (
-            Number.of(str(best["name"]), gain, "points", "+.1f"),
-            Number("policies", str(len(others)), "besides the order as retrieved"),
-            Number("asked", str(gain.n), "questions"),
+        numbers = (Number.of(str(best["name"]), gain, "points", "+.1f"),)
+        sample = f"{gain.n:,} questions"
+        rule = (
+            f"Difference from the prompts as they were retrieved, paired; the interval holds for all {len(others)} "
+            "policies together and whenever the questions ended."
         )
         if gain.ci_low > 0:
             sentence = f"{best['name']} answers {gain.value:.1f} points more than the prompts as they were retrieved."
@@ -453,9 +454,13 @@ class OrderStudy(Study):
                 numbers,
                 next=f"posbench method={best['name']}",
                 purpose="measures scores and position bias under it",
+                sample=sample,
+                rule=rule,
             )
         sentence = f"No policy surely answers more than the prompts as retrieved; the best is {best['name']}."
-        return Glance("no sure gain", "open", sentence, numbers)
+        return Glance(
+            "no sure gain", "open", sentence, numbers, sample=sample, rule=rule
+        )
 
     def figures(self, tables: Tables) -> Drawn:
         """Accuracy over tokens of all policies, and over the rank of the gold document."""

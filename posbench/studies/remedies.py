@@ -316,30 +316,41 @@ class Remedies(TimingStudy):
         change = with_interval(
             best["difference"], best["difference_low"], best["difference_high"], "+.1f"
         )
+        time_name = "time (least and most of the rounds)"
         numbers = (
             Number("change of the average", change, "points"),
-            Number("time", _time_ratio(best), "times the unmodified model's"),
-            Number("asked", f"{best['n']:.0f}", "questions"),
+            Number(time_name, _time_ratio(best), "times the unmodified model's"),
         )
         name = best["method"]
         ties = _ties(raced, best)
         others = f"{len(ties)} others" if len(ties) > 1 else "".join(ties)
         tie = f"; within its interval: {others}" if ties else ""
-        details = f"{len(raced)} remedies were asked, and the interval holds for all together."
+        details = ""
         if ties:
-            details += f" Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
+            details = f"Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
         effect = f"{best['difference']:+.1f} points on average {_time_in_words(best)}"
-        if best["verdict"] == HELPS:
-            sentence = f"Try {name} first: {effect}{tie}."
-            step = f"posbench method={name}"
-            purpose = "measures what it leaves of the position bias"
-            return Glance(HELPS, "good", sentence, numbers, step, purpose, details)
+        undecided = (raced["verdict"] == CANNOT_TELL).any()
+        word, step, purpose = "none helps for sure", "", ""
+        tone: Tone = "open" if undecided else "bad"
         sentence = (
             f"No remedy raises the average for sure; the best is {name}, {effect}."
         )
-        undecided = (raced["verdict"] == CANNOT_TELL).any()
-        tone: Tone = "open" if undecided else "bad"
-        return Glance("none helps for sure", tone, sentence, numbers, details=details)
+        if best["verdict"] == HELPS:
+            word, tone = HELPS, "good"
+            sentence = f"Try {name} first: {effect}{tie}."
+            step = f"posbench method={name}"
+            purpose = "measures what it leaves of the position bias"
+        return Glance(
+            word,
+            tone,
+            sentence,
+            numbers,
+            step,
+            purpose,
+            details,
+            sample=f"{best['n']:.0f} prompts under each of {len(raced)} remedies",
+            rule="The change is paired, prompt by prompt, and its interval holds for all remedies together.",
+        )
 
     def sections(self, tables: Tables, figures: Drawn) -> list[Section]:
         """See :meth:`Study.sections`: the remedies, the best first, and those left out with the reason."""

@@ -236,7 +236,15 @@ class Structure(Study):
             for effect, name in names.items()
         )
         details = sentence_case(cause.note) if cause.note else ""
-        return Glance(word, tone, sentence, numbers, details=details)
+        return Glance(
+            word,
+            tone,
+            sentence,
+            numbers,
+            details=details,
+            sample=f"{effects['direction'].n:,} prompts",
+            rule="Lead: score at the position that is predicted less behind text, minus the mean of the others.",
+        )
 
 
 # Neutral text

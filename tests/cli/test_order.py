@@ -329,6 +329,9 @@ def test_where_the_task_places_the_gold_item_orders_are_left_out(
     assert "documents_twice" in raced
     refused = posbench(*args, "study.policies=[both_ends]")
     assert refused.status == 2 and "study.policies = 'both_ends'" in refused.err
+    for method in ("both_ends", "top_3"):
+        alone = posbench(f"method={method}", *args[1:4])
+        assert alone.status == 2 and f"method = '{method}'" in alone.err
 
 
 def test_three_orders_vote(posbench: Call, tmp_path: Path) -> None:

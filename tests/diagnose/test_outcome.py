@@ -239,8 +239,10 @@ def test_the_gain_that_is_told_is_that_of_the_winner() -> None:
     diagnosis.remedies = [first, winner]
     diagnosis.winner = winner_of(diagnosis.remedies)
     diagnosis.held_back = "not asked"
-    (line,) = (text for text in lines(diagnosis) if text.startswith("remedy:"))
-    assert line.startswith("remedy: a, 1.0") and "0.25" not in line
+    (line,) = (
+        text for text in lines(diagnosis) if text.startswith("change of the model:")
+    )
+    assert line.startswith("change of the model: a, 1.0") and "0.25" not in line
 
 
 def test_a_bias_that_is_not_the_verdict_is_not_the_headline() -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, shape_of_run
 from posbench.diagnose.page import glance as diagnosis_glance
 from posbench.diagnose.page import lines
+from posbench.files.atomic import write_json
 from posbench.report.compare import verdict as compare_verdict
 from posbench.report.console import (
     _Terminal,
@@ -225,7 +226,8 @@ def test_a_gain_of_a_diagnosis_has_its_unit_and_its_ties() -> None:
         winner="scale_channel",
         held_back="fixed (why)",
     )
-    (line,) = (text for text in lines(diagnosis) if text.startswith("remedy:"))
+    start = "change of the model:"
+    (line,) = (text for text in lines(diagnosis) if text.startswith(start))
     assert "scale_channel, 0.674 [0.474, 0.874] nats per answer token" in line
     assert "a tie: layer_scaling 0.664)" in line and "moice" not in line
 
@@ -236,6 +238,8 @@ def test_a_diagnosis_says_the_illness_before_the_remedy(tmp_path: Path) -> None:
     for part, rows in runs.items():
         (tmp_path / part).mkdir()
         rows.to_csv(tmp_path / part / "metrics.csv", index=False)
+    method = {"name": "x", "channel": 15, "factor": -1.0}
+    write_json(tmp_path / "held-back" / "method.json", method)
     diagnosis = Diagnosis(
         "m",
         "kv_retrieval",
@@ -249,7 +253,8 @@ def test_a_diagnosis_says_the_illness_before_the_remedy(tmp_path: Path) -> None:
     assert illness == "m loses the middle of the prompt"
     assert remedy.startswith("x lowers that bias from ")
     assert remedy.endswith(" points on held-back questions.")
-    assert glance.basis.endswith("1,500 prompts at 5 positions") and glance.rule
+    assert glance.basis.endswith("1,500 prompts at 5 positions")
+    assert glance.rule.endswith("As applied: x: channel 15, factor -1.0.")
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)
