@@ -12,7 +12,7 @@ from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.packed import can_pack, continuation_of, packed
 from posbench.methods.scale_channel import record_prefix
 from posbench.model.guard import guarded
-from posbench.model.hooks import fork_cache
+from posbench.model.hooks import fork_cache, with_cache
 from posbench.model.lm import LM
 from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix
 
@@ -60,7 +60,7 @@ def candidate_losses(
         model.forward,
         channels,
         layers,
-        past_key_values=cache,
+        cache=cache,
         logits_to_keep=1,
         **head_inputs,
     )
@@ -95,10 +95,13 @@ def _losses_from_prefix(
         cache = fork_cache(prefix.cache)
         setattr(cache, PREFIX_ATTRIBUTE, prefix)
         with methods[0].changed(lm):
-            output = lm.model(past_key_values=cache, use_cache=True, **inputs)
+            output = lm.model(
+                **with_cache(lm.model.forward, cache), use_cache=True, **inputs
+            )
         return lm.answer_nats(output.logits, targets)[None]
     rows = {name: tokens.repeat(len(methods), 1) for name, tokens in inputs.items()}
     with packed(lm, prefix, methods, keep_keys=False) as prefix_of_rows:
-        output = lm.model(past_key_values=prefix_of_rows.cache, use_cache=True, **rows)
+        rows |= with_cache(lm.model.forward, prefix_of_rows.cache)
+        output = lm.model(use_cache=True, **rows)
     nats = lm.answer_nats(output.logits, targets.repeat(len(methods), 1))
     return nats.unflatten(0, (len(methods), -1))

@@ -19,7 +19,14 @@ from posbench.methods.base import (
     input_shape,
 )
 from posbench.model import families, rope
-from posbench.model.hooks import count_hooks, replace_attribute
+from posbench.model.hooks import (
+    cache_name,
+    cache_of,
+    count_hooks,
+    replace_attribute,
+    set_cache,
+    with_cache,
+)
 from posbench.model.lm import LM
 from posbench.schema import Bases, Tokens
 
@@ -107,7 +114,7 @@ class AttentionBuckets(Method):
             # The loss is that of the mixed logits, so the forwards below give logits alone.
             labels = call.pop("labels", None)
             return_dict = call.pop("return_dict", None)
-            cache = call.pop("past_key_values", None)
+            cache = call.pop(cache_name(call), None)
             num_rows, num_tokens = input_shape(call)
             _refuse(call, cache, num_rows * num_bases)
             # An inner method wraps this forward or has hooks of its own, as a listener has.
@@ -140,13 +147,14 @@ class AttentionBuckets(Method):
                         for name, value in call.items()
                     }
                     group_cache = copy.deepcopy(cache) if grouped else cache
-                    output = forward(past_key_values=group_cache, **repeated)
+                    repeated |= with_cache(forward, group_cache)
+                    output = forward(**repeated)
                     logits.append(output.logits.unflatten(0, (num_rows, -1)))
-                    if grouped and output.past_key_values is not None:
-                        joined.add(output.past_key_values)
+                    if grouped and cache_of(output) is not None:
+                        joined.add(cache_of(output))
             output.logits = self.mix(torch.cat(logits, dim=1))
-            if grouped and output.past_key_values is not None:
-                output.past_key_values = joined.fill(cache, output.past_key_values)
+            if grouped and cache_of(output) is not None:
+                set_cache(output, joined.fill(cache, cache_of(output)))
             if labels is not None:
                 vocabulary = families.text_config(model).vocab_size
                 output.loss = model.loss_function(

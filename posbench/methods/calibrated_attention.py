@@ -11,7 +11,7 @@ from posbench.errors import UserError
 from posbench.late import Tensor, nn, torch
 from posbench.methods.base import Method, Needs
 from posbench.model.attention import attention_weights, last_query_weights
-from posbench.model.hooks import AttentionFunction, intercepting_attention
+from posbench.model.hooks import AttentionFunction, cache_name, intercepting_attention
 from posbench.model.items import BatchItems, Span, disjoint_spans, reading_items
 from posbench.model.lm import LM
 from posbench.schema import Positive, Share
@@ -159,7 +159,7 @@ class _Calibration:
         if self.batch.past:
             return
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        settings = {**kwargs, "past_key_values": None, "use_cache": False}
+        settings = {**kwargs, cache_name(kwargs): None, "use_cache": False}
         self.documents = [disjoint_spans(items) for items in self.batch.rows]
         most = max(map(len, self.documents))
         attention = self._document_attention(module, ids, args, settings)

@@ -32,7 +32,14 @@ from posbench.methods.base import (
 )
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
-from posbench.model.hooks import fork_cache, replace_attribute
+from posbench.model.hooks import (
+    cache_name,
+    find_cache,
+    fork_cache,
+    replace_attribute,
+    set_cache,
+    with_cache,
+)
 from posbench.model.last_rows import LastRows
 from posbench.model.lm import LM
 from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix, recording_inputs
@@ -162,7 +169,7 @@ def record_prefix(
     channels: Sequence[int],
     layers: Sequence[int],
     *,
-    past_key_values: DynamicCache | None = None,
+    cache: DynamicCache | None = None,
     **inputs: Any,
 ) -> tuple[Prefix, Any]:
     """Run the unmodified ``forward`` once and record the activations that any later scaling needs.
@@ -172,17 +179,18 @@ def record_prefix(
         forward: Its unmodified forward.
         channels: Channels of the attention input to record.
         layers: Layers in which to record them.
-        past_key_values: The empty cache to fill; None: a new one.
+        cache: The empty cache to fill; None: a new one.
         **inputs: Further arguments of ``forward``.
 
     Returns:
         The prefix, which holds the cache, and the output of ``forward``.
     """
-    if past_key_values is None:
-        past_key_values = transformers.DynamicCache(config=model.config)
-    prefix = Prefix(past_key_values)
+    if cache is None:
+        cache = transformers.DynamicCache(config=model.config)
+    prefix = Prefix(cache)
+    inputs |= with_cache(forward, cache)
     with recording_inputs(model, prefix, channels, layers):
-        output = forward(past_key_values=past_key_values, use_cache=True, **inputs)
+        output = forward(use_cache=True, **inputs)
     return prefix, output
 
 
@@ -349,7 +357,7 @@ class ScaleChannel(Method):
                 # In assisted generation candidates for the reply follow on the prompt.
                 num_candidates = max(kwargs.get("logits_to_keep", 1) - 1, 0)
             call = bind_call(signature, args, kwargs)
-            cache = call.pop("past_key_values", None)
+            cache = call.pop(cache_name(call), None)
             if cache is None or cache.get_seq_length() == 0:
                 return self._run_prompt(
                     last_rows, forward, cache, block_id, num_candidates, call
@@ -361,13 +369,13 @@ class ScaleChannel(Method):
             if getattr(cache, _MARK, None) != block_id:
                 problem = "this cache was filled outside the scale_channel block"
                 raise ValueError(f"{problem}: run the prompt inside")
-            return self.continue_with(model, forward, past_key_values=cache, **call)
+            return self.continue_with(model, forward, cache, **call)
 
         @wraps(prepare_inputs)
         def prepare_scaled_inputs(*args: Any, **kwargs: Any) -> Any:
             if not (self.needs_prompt and kwargs.get("is_first_iteration")):
                 return prepare_inputs(*args, **kwargs)
-            cache = kwargs.get("past_key_values")
+            cache = find_cache(kwargs)
             if getattr(cache, _MARK, None) == block_id:
                 # generate() reads a long prompt in parts, so its end is not known yet.
                 if not kwargs.get("next_sequence_length"):
@@ -389,21 +397,26 @@ class ScaleChannel(Method):
             yield
 
     def continue_with(
-        self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        cache: Any,
+        **inputs: Any,
     ) -> Any:
         """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already; return the output.
 
         Args:
             model: The model.
             forward: Its unmodified forward.
-            inputs: Arguments of the forward.
+            cache: The cache.
+            inputs: Further arguments of the forward.
         """
         with ExitStack() as stack:
             if self.tokens != "earlier":
                 for layer in self.layer_indices:
                     for hook in families.on_query_key_input(model, layer, self.scale):
                         stack.enter_context(hook)
-            return forward(**inputs)
+            return forward(**with_cache(forward, cache), **inputs)
 
     def _run_prompt(
         self,
@@ -446,20 +459,20 @@ class ScaleChannel(Method):
             num_scaled = min(self.last + num_candidates, num_tokens)
 
         # The method needs the cache, whatever the caller wants to get back.
-        whole = {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        whole = {**call, "use_cache": True, "return_dict": True}
         if num_scaled == num_tokens:
-            output = self.continue_with(model, forward, **whole, **call)
+            output = self.continue_with(model, forward, cache, **whole)
         # One pass if the last rows can be computed again on the same keys, else two.
         elif _keys_stay(cache) and LastRows.fits(model, self.layer_indices):
             with last_rows.scaling(num_scaled):
-                output = forward(**whole, **call)
+                output = forward(**with_cache(forward, cache), **whole)
         else:
             output = self._run_parts(
                 model, forward, cache, num_tokens - num_scaled, num_tokens, call
             )
         setattr(cache, _MARK, block_id)
         if not use_cache:
-            output.past_key_values = None
+            set_cache(output, None)
         return output.to_tuple() if return_dict is False else output
 
     def _run_parts(
@@ -500,7 +513,7 @@ class ScaleChannel(Method):
             forward,
             self.channels,
             self.layer_indices,
-            past_key_values=cache,
+            cache=cache,
             **earlier_inputs,
         )
         cache.layers = scale_cached_keys(prefix, model, self).layers
@@ -510,9 +523,7 @@ class ScaleChannel(Method):
         last_inputs["logits_to_keep"] = 0
         if is_count:
             last_inputs["logits_to_keep"] = min(logits_to_keep, num_scaled)
-        last = self.continue_with(
-            model, forward, past_key_values=cache, use_cache=True, **last_inputs
-        )
+        last = self.continue_with(model, forward, cache, use_cache=True, **last_inputs)
 
         # The last rows by number (-0 takes all), or rows by index tensor.
         kept_tokens = slice(-logits_to_keep, None) if is_count else logits_to_keep
@@ -527,11 +538,10 @@ class ScaleChannel(Method):
             loss = model.loss_function(
                 logits=logits, labels=labels, vocab_size=vocabulary
             )
-        return transformers.modeling_outputs.CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=cache,
-            hidden_states=hidden_states,
+        kind = transformers.modeling_outputs.CausalLMOutputWithPast
+        name = cache_name(kind.__dataclass_fields__)
+        return kind(
+            loss=loss, logits=logits, hidden_states=hidden_states, **{name: cache}
         )
 
     def _check_padding(self, mask: Any) -> None:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +29,9 @@ if TYPE_CHECKING:
 
 AttentionFunction = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
+
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+"""What a forward calls its cache: in transformers from 5.24 on, before, and before in GPT-NeoX, Bloom and others."""
 
 _functions: dict[int, list[AttentionFunction]] = {}
 """By the id of a model's config, the functions before its kernel, in calling order."""
@@ -144,6 +156,31 @@ def appendable_cache(
             setattr(layer, name, buffer.view(buffer.shared_tokens))
         cache.layers.append(layer)
     return cache
+
+
+def cache_name(names: Container[str]) -> str:
+    """Return what a forward calls its cache, by its parameters, the arguments of a call, or the fields of an output."""
+    return next((name for name in CACHE_NAMES if name in names), "past_key_values")
+
+
+def find_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call; None without one."""
+    return arguments.get(cache_name(arguments))
+
+
+def with_cache(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """Return a cache as an argument of a forward."""
+    return {cache_name(inspect.signature(forward).parameters): cache}
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in the output of a model."""
+    return getattr(output, cache_name(vars(output)))
+
+
+def set_cache(output: Any, cache: Any) -> None:
+    """Put another cache into the output of a model."""
+    setattr(output, cache_name(vars(output)), cache)
 
 
 def fork_cache(cache: DynamicCache) -> DynamicCache:

@@ -14,6 +14,7 @@ import numpy as np
 
 from posbench.errors import UserError
 from posbench.late import nn, torch
+from posbench.model.hooks import find_cache
 
 Span = tuple[int, int]
 """First token (or character) of an item, and the one after its last; (0, 0) for an item that was cut away."""
@@ -235,7 +236,7 @@ def reading_items(lm: Any) -> Iterator[BatchItems]:
 
     def read(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        cache = kwargs.get("past_key_values")
+        cache = find_cache(kwargs)
         batch.past = 0 if cache is None else cache.get_seq_length()
         if batch.past:
             return

@@ -26,10 +26,12 @@ from posbench.model.encode import Encoder, cut_at_stop
 from posbench.model.guard import NotFinite, check_finite, guarded
 from posbench.model.hooks import (
     AttentionFunction,
+    cache_of,
     fork_cache,
     intercepting_attention,
     pre_hooks,
     replace_attribute,
+    with_cache,
 )
 from posbench.model.items import ItemIndex, Span, find_items, token_spans
 from posbench.model.thinking import THINKING_MARKS
@@ -114,8 +116,7 @@ class LM(Encoder):
 
         Returns:
             ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]. With a prefix of P tokens
-            ``input_ids`` and ``position_ids`` cover the last T - P tokens, and ``past_key_values`` is a
-            fork_cache of its cache.
+            ``input_ids`` and ``position_ids`` cover the last T - P tokens, and the cache is a fork_cache of its.
         """
         past = prefix.tokens if prefix else 0
         ids, mask = self._left_padded(rows, past)
@@ -125,7 +126,7 @@ class LM(Encoder):
             "position_ids": _positions(mask)[:, past:],
         }
         if prefix is not None:
-            inputs["past_key_values"] = fork_cache(prefix.cache)
+            inputs |= with_cache(self.model.forward, fork_cache(prefix.cache))
         return inputs
 
     def _left_padded(
@@ -306,7 +307,7 @@ class LM(Encoder):
         ids, mask = self._left_padded(rows, prefix.tokens if prefix else 0)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         if prefix:
-            inputs["past_key_values"] = fork_cache(prefix.cache)
+            inputs |= with_cache(self.model.forward, fork_cache(prefix.cache))
         width = ids.shape[1]
 
         def has_stopped(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
@@ -377,8 +378,9 @@ class LM(Encoder):
                 logits = [output.logits[:, -1:].float()]
                 if targets.shape[1] > 1:
                     answer_inputs = self._answer_inputs(inputs, targets)
-                    cache = fork_cache(output.past_key_values)
-                    answer_output = self.model(**answer_inputs, past_key_values=cache)
+                    cache = fork_cache(cache_of(output))
+                    answer_inputs |= with_cache(self.model.forward, cache)
+                    answer_output = self.model(**answer_inputs)
                     logits.append(answer_output.logits.float())
                 scores = check_finite(torch.cat(logits, dim=1), targets >= 0)
                 nats = _cross_entropy(scores, targets).double().sum(1)
@@ -440,7 +442,7 @@ class LM(Encoder):
                     input_ids=ids[:, start:],
                     position_ids=positions[:, start:],
                     attention_mask=mask,
-                    past_key_values=output.past_key_values,
+                    **with_cache(self.model.forward, cache_of(output)),
                 )
                 logits.append(answer_output.logits)
             nats = self.answer_nats(torch.cat(logits, dim=1), targets)

@@ -13,6 +13,7 @@ from posbench.model import families
 from posbench.model.attention import Rotations, last_query_weights
 from posbench.model.hooks import (
     AttentionFunction,
+    find_cache,
     intercepting_attention,
     pre_hooks,
     replace_attribute,
@@ -492,8 +493,7 @@ class _HandAttention:
         """
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # GPT-NeoX has another name for it.
-            cache: Any = kwargs.get("past_key_values", kwargs.get("layer_past"))
+            cache = find_cache(kwargs)
             call = _traced_call(kwargs, self.call_of, layer)
             rows = families.attention_input(args, kwargs).shape[0]
             positions = call.positions.expand(rows, -1)

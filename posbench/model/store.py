@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from posbench.late import PreTrainedModel, Tensor, inference_mode, torch, transformers
 from posbench.model import families
 from posbench.model.guard import check_finite, guarded
-from posbench.model.hooks import SPARE_TOKENS, appendable_cache
+from posbench.model.hooks import SPARE_TOKENS, appendable_cache, with_cache
 from posbench.model.lm import LM
 from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix, recording_inputs
 
@@ -187,7 +187,8 @@ def _measure_token_bytes(lm: LM) -> int:
     prefix = Prefix(transformers.DynamicCache())
     ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
     with recording_inputs(lm.model, prefix, [0], range(lm.layers)):
-        lm.model(input_ids=ids, past_key_values=prefix.cache, use_cache=True)
+        inputs = with_cache(lm.model.forward, prefix.cache)
+        lm.model(input_ids=ids, use_cache=True, **inputs)
     num_bytes = 0
     for layer in prefix.cache.layers:
         num_bytes += layer.keys[0, :, 0].nbytes + layer.values[0, :, 0].nbytes
@@ -409,7 +410,10 @@ def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
     prefix = Prefix(cache)
     with recording_inputs(lm.model, prefix, store.channels, store.layers):
         logits = lm.model(
-            **inputs, past_key_values=cache, use_cache=True, logits_to_keep=1
+            **inputs,
+            **with_cache(lm.model.forward, cache),
+            use_cache=True,
+            logits_to_keep=1,
         ).logits
         check_finite(logits)
 

@@ -18,7 +18,7 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.late import PreTrainedModel, Tensor, nn, torch
 from posbench.model import families
-from posbench.model.hooks import pre_hooks
+from posbench.model.hooks import find_cache, pre_hooks
 from posbench.model.lm import LM
 
 Span = tuple[int, int]
@@ -73,7 +73,7 @@ def track_cache_length(model: PreTrainedModel) -> Iterator[Callable[[], int]]:
 
     def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal columns
-        cache = kwargs.get("past_key_values")
+        cache = find_cache(kwargs)
         columns = 0 if cache is None else int(cache.get_seq_length())
 
     with pre_hooks([model.base_model], None, lambda _: count):

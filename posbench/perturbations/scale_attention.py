@@ -10,7 +10,7 @@ from typing import Any
 from posbench.late import F, Tensor, nn, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import last_query_weights
-from posbench.model.hooks import AttentionFunction, intercepting_attention
+from posbench.model.hooks import AttentionFunction, find_cache, intercepting_attention
 from posbench.model.lm import LM
 from posbench.perturbations.base import track_cache_length
 
@@ -154,7 +154,7 @@ class _LastRowScaling:
         outputs: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """Forward hook that adds the projected gain to the output of an eager attention module."""
-        cache = kwargs.get("past_key_values") or kwargs.get("layer_past")
+        cache = find_cache(kwargs)
         if cache is None:
             raise ValueError(
                 "this family's values are read from its cache: run it with use_cache=True"

@@ -1,5 +1,6 @@
 """The family table: who is in it, who is refused and why, and what it says of fused projections."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import posbench
 from posbench.model import families
+from posbench.model.hooks import cache_of, find_cache, set_cache, with_cache
 from tests.messages import refused
 from tests.models import BUILDERS, attentions, build
 from tests.rounding import assert_same, states_noise
@@ -149,3 +151,26 @@ def test_the_vision_model_reads_its_text_config():
         families.family_of(SimpleNamespace(config=model.config)).layers
         == "model.language_model.layers"
     )
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_each_attention_gets_its_cache_under_a_known_name(name):
+    """transformers renamed it once; where a hook does not find it, a continued prompt would count as a new one."""
+    model = build(name)
+    ids = torch.arange(3, 11)[None]
+    first = model(ids[:, :5], use_cache=True)
+    cache = cache_of(first)
+    found = []
+
+    def look(module, args, kwargs):
+        found.append(find_cache(kwargs))
+
+    with ExitStack() as stack:
+        for module in attentions(model):
+            handle = module.register_forward_pre_hook(look, with_kwargs=True)
+            stack.callback(handle.remove)
+        last = model(ids[:, 5:], **with_cache(model.forward, cache))
+    assert found and all(seen is cache for seen in found)
+    assert cache.get_seq_length() == 8
+    set_cache(last, None)
+    assert cache_of(last) is None

@@ -15,7 +15,7 @@ from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.hooks import replace_attribute
+from posbench.model.hooks import cache_name, replace_attribute
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import check_config
 from tests.conftest import config_of
@@ -93,14 +93,14 @@ def two_attentions(model, ids, mask, *, scales, first_row):
             ).repeat(1, 1, 2)
             arguments["position_embeddings"] = (angles.cos(), angles.sin())
             first = Memory()
-            base = forward(**arguments | {"past_key_values": first})
+            base = forward(**arguments | {cache_name(arguments): first})
             if not CHANNEL["layers"][0] <= number <= CHANNEL["layers"][1]:
                 return base
             scaled = arguments["hidden_states"].clone()
             scaled[..., list(CHANNEL["channel"])] *= CHANNEL["factor"]
             kept = Memory({"value": first.kept["value"]})
             second = forward(
-                **arguments | {"past_key_values": kept, "hidden_states": scaled}
+                **arguments | {cache_name(arguments): kept, "hidden_states": scaled}
             )
             return (
                 torch.cat([base[0][:, :first_row], second[0][:, first_row:]], dim=1),

@@ -12,7 +12,7 @@ from torch import nn
 import posbench
 from posbench.methods import ScaleChannel
 from posbench.model import families
-from posbench.model.hooks import replace_attribute
+from posbench.model.hooks import cache_name, replace_attribute
 from tests.models import BUILDERS, VOCABULARY, attentions, build
 from tests.rounding import EPSILON, SLACK, assert_same, attention_noise, family_noise
 
@@ -70,7 +70,7 @@ def double_forward(
 
     def twice(forward):
         parameters = inspect.signature(forward).parameters
-        place = "layer_past" if "layer_past" in parameters else "past_key_values"
+        place = cache_name(parameters)
 
         def call(*args, **kwargs):
             bound = inspect.signature(forward).bind(*args, **kwargs)

@@ -20,6 +20,17 @@ from torch import Tensor
 from transformers import LlamaConfig as BaseConfig
 from transformers import LlamaForCausalLM as Base
 
+# "cache" from transformers 5.24 on; "layer_past" in GPT-NeoX, Bloom and others before.
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+
+def cache_name(names: Any) -> str:
+    """What a forward calls its cache, by its parameters or the arguments of a call."""
+    return next((name for name in CACHE_NAMES if name in names), "past_key_values")
+
+
+CACHE = cache_name(inspect.signature(Base.forward).parameters)
+
 
 class PosbenchConfig(BaseConfig):
     """The config of the unmodified model, and ``posbench``."""
@@ -100,7 +111,7 @@ class PosbenchForCausalLM(Base):
             raise ValueError("attentions and hidden states have no single value here")
         labels = arguments.pop("labels", None)
         return_dict = arguments.pop("return_dict", None)
-        cache = arguments.pop("past_key_values", None)
+        cache = arguments.pop(cache_name(arguments), None)
         inputs = arguments.get("input_ids")
         if inputs is None:
             inputs = arguments["inputs_embeds"]
@@ -117,7 +128,7 @@ class PosbenchForCausalLM(Base):
                 continue
             if value.shape[0] == num_rows:
                 arguments[name] = value.repeat_interleave(num_bases, dim=0)
-        output = super().forward(past_key_values=cache, **arguments)
+        output = super().forward(**{CACHE: cache}, **arguments)
         output.logits = self.mix(output.logits.unflatten(0, (num_rows, num_bases)))
         if labels is not None:
             output.loss = self.loss_function(

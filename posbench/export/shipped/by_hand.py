@@ -29,6 +29,14 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+# "cache" from transformers 5.24 on; "layer_past" in GPT-NeoX, Bloom and others before.
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+
+def cache_name(names: Any) -> str:
+    """What a forward calls its cache, by its parameters or the arguments of a call."""
+    return next((name for name in CACHE_NAMES if name in names), "past_key_values")
+
 
 class PosbenchConfig(BaseConfig):
     """The config of the unmodified model, and ``posbench``."""
@@ -140,7 +148,7 @@ class PosbenchForCausalLM(Base):
             )
         if layer_kind not in self.rotary_inputs:
             layer_kind = None
-        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        cache = kwargs.get(cache_name(kwargs))
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         layer = attention.layer_idx
         positions = self.rotary_inputs[layer_kind][1]

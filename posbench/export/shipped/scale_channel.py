@@ -24,6 +24,17 @@ from transformers import LlamaConfig as BaseConfig
 from transformers import LlamaForCausalLM as Base
 from transformers.cache_utils import DynamicLayer
 
+# "cache" from transformers 5.24 on; "layer_past" in GPT-NeoX, Bloom and others before.
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+
+def cache_name(names: Any) -> str:
+    """What a forward calls its cache, by its parameters or the arguments of a call."""
+    return next((name for name in CACHE_NAMES if name in names), "past_key_values")
+
+
+CACHE = cache_name(inspect.signature(Base.forward).parameters)
+
 
 class PosbenchConfig(BaseConfig):
     """The config of the unmodified model, and ``posbench``."""
@@ -153,7 +164,7 @@ class PosbenchForCausalLM(Base):
     @wraps(Base.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Return the inputs of a forward of ``generate``, marked so that :meth:`forward` knows whose they are."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(cache_name(kwargs))
         is_filled = cache is not None and cache.get_seq_length() > 0
         if is_filled and kwargs.get("is_first_iteration"):
             self.refuse_second_call()
@@ -164,7 +175,7 @@ class PosbenchForCausalLM(Base):
         """Refuse a prompt that goes on from a filled cache, if only its last tokens are scaled."""
         if self.config.posbench["last"]:
             raise ValueError(
-                "this prompt goes on from a filled cache (past_key_values, "
+                "this prompt goes on from a filled cache (past_key_values or cache, "
                 "prefill_chunk_size): the last tokens of a prompt are scaled, so give "
                 "it whole, in one call with an empty cache; after it a call takes one "
                 "generated token, or generate() all of them"
@@ -188,7 +199,7 @@ class PosbenchForCausalLM(Base):
         arguments = {**bound, **bound.get("kwargs", {})}
         arguments.pop("self")
         arguments.pop("kwargs", None)
-        cache = arguments.pop("past_key_values", None)
+        cache = arguments.pop(cache_name(arguments), None)
         labels = arguments.pop("labels", None)
         use_cache = arguments.pop("use_cache", None)
         return_dict = arguments.pop("return_dict", None)
@@ -254,7 +265,7 @@ class PosbenchForCausalLM(Base):
                 labels=labels,
                 vocab_size=self.config.get_text_config().vocab_size,
             )
-        output.past_key_values = cache if use_cache is not False else None
+        setattr(output, CACHE, cache if use_cache is not False else None)
         return output.to_tuple() if return_dict is False else output
 
     def run_tokens(
@@ -281,7 +292,7 @@ class PosbenchForCausalLM(Base):
             }
         return super().forward(
             **arguments,
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             logits_to_keep=logits_to_keep,
         )
@@ -303,7 +314,7 @@ def check_left_padding(mask: Any, num_last: int) -> None:
 
 def find_cache(kwargs: Any) -> tuple[str, Any]:
     """Name and value of the cache among the arguments of a layer's attention."""
-    name = "past_key_values" if "past_key_values" in kwargs else "layer_past"
+    name = cache_name(kwargs)
     return name, kwargs[name]
 
 

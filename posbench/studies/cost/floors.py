@@ -13,7 +13,7 @@ from posbench.late import sdpa, torch
 from posbench.methods import Method, Unmodified
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.model.hooks import intercepting_attention, replace_attribute
+from posbench.model.hooks import intercepting_attention, replace_attribute, with_cache
 from posbench.model.lm import LM
 
 TILE_QUERIES = 128  # of 64 to 384 the fastest with 2048 keys
@@ -120,7 +120,7 @@ class Forwards(AttentionBuckets):
 
         @wraps(forward)
         def without_cache(*args: Any, **kwargs: Any) -> Any:
-            kwargs |= {"use_cache": False, "past_key_values": None}
+            kwargs |= {"use_cache": False, **with_cache(forward, None)}
             return forward(*args, **kwargs)
 
         with replace_attribute(lm.model, "forward", without_cache), super().changed(lm):

@@ -17,7 +17,7 @@ from posbench.measure.losses import candidate_losses
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.scale_channel import scale_layer_range
 from posbench.model import families
-from posbench.model.hooks import replace_attribute
+from posbench.model.hooks import cache_name, replace_attribute
 from posbench.model.lm import LM
 from posbench.model.load import torch_device
 from posbench.run.base import Run
@@ -337,17 +337,17 @@ class Reprojection(ScaleChannel):
         Returns:
             Output [B, T, D] and the module's other outputs.
         """
-        cache_name = "layer_past" if "layer_past" in kwargs else "past_key_values"
-        cache = kwargs.pop(cache_name)
+        name = cache_name(kwargs)
+        cache = kwargs.pop(name)
         is_prompt = families.attention_input(args, kwargs).shape[1] > 1
         if is_prompt:
             # The unscaled keys must not enter the cache.
-            scratch = {cache_name: transformers.DynamicCache()}
+            scratch = {name: transformers.DynamicCache()}
             base, *_ = forward(*args, **scratch, **kwargs)
         with ExitStack() as stack:
             for handle in families.on_query_key_input(model, layer, self.scale):
                 stack.callback(handle.remove)
-            scaled = forward(*args, **{cache_name: cache}, **kwargs)
+            scaled = forward(*args, **{name: cache}, **kwargs)
         if not is_prompt:
             return scaled
         # All tokens of a prompt but the last are unscaled.
