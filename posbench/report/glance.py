@@ -631,11 +631,13 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
         else f"{first['n']:,} and {second['n']:,} prompts"
     )
     if order == "alike":
+        end = _bias_clause(second, second_name)
         sentence = first_short(
-            f"{second_name} and {first_name} do not differ measurably in their scores.",
+            f"{second_name} and {first_name} do not differ measurably in their scores{end}.",
+            f"The two runs do not differ measurably in their scores{end}.",
             "The two runs do not differ measurably in their scores.",
         )
-        return Glance("no difference", "open", sentence, tuple(numbers), sample=sample)
+        return Glance("scores alike", "open", sentence, tuple(numbers), sample=sample)
     if shared:
         shared = f" on the {shared} that both were asked"
     points = f"{abs(_compared(second, 'score_difference').value):z.1f} points"
@@ -648,6 +650,23 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
     if len(word) > MAX_WORD_CHARACTERS:
         word = f"{ordinal} run higher"
     return Glance(word, "open", sentence, tuple(numbers), sample=sample)
+
+
+def _bias_clause(second: Mapping[str, Any], name: str) -> str:
+    """The end of a sentence where the position bias of the second run surely differs; empty where it does not.
+
+    Args:
+        second: The second run's row of comparison.csv.
+        name: Its name.
+    """
+    if second["position_bias_difference"] is None:
+        return ""
+    change = _compared(second, "position_bias_difference")
+    if change.ci_low <= 0 <= change.ci_high:
+        return ""
+    return (
+        f"; the position bias of {name} is {'lower' if change.value < 0 else 'higher'}"
+    )
 
 
 def _short_names(first: str, second: str) -> tuple[str, str]:
