@@ -183,7 +183,7 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
     sections = [
         Section(
             "Policies",
-            f"{PAIRED} Policies that were surely worse dropped out; held-back questions were asked of the best.",
+            "Policies that were surely worse dropped out; held-back questions were asked of the best.",
             POLICY_HEADER,
             policy_rows(facts["policies"]),
             {name: drawn[name] for name in ("tokens",) if name in drawn},

@@ -323,8 +323,9 @@ class Remedies(TimingStudy):
         )
         name = best["method"]
         ties = _ties(raced, best)
-        others = f"{len(ties)} others" if len(ties) > 1 else "".join(ties)
-        tie = f"; within its interval: {others}" if ties else ""
+        tie = f"; {ties[0]} lies within its interval" if ties else ""
+        if len(ties) > 1:
+            tie = f"; {len(ties)} others lie within its interval"
         details = ""
         if ties:
             details = f"Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
