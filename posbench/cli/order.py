@@ -183,7 +183,7 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
     sections = [
         Section(
             "Policies",
-            "Policies that were surely worse dropped out; held-back questions were asked of the best.",
+            _race_sentence(facts["policies"]),
             POLICY_HEADER,
             policy_rows(facts["policies"]),
             {name: drawn[name] for name in ("tokens",) if name in drawn},
@@ -242,6 +242,23 @@ def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
         rows,
         figures,
     )
+
+
+def _race_sentence(policies: Sequence[Mapping[str, Any]]) -> str:
+    """Why not all policies answered the same number of questions; empty where they did.
+
+    Args:
+        policies: The policies of order.json.
+    """
+    asked = [row for row in policies if not row["same_as"]]
+    texts = []
+    if not all(row["in_race"] for row in asked):
+        texts.append("Policies that were surely worse dropped out.")
+    if len({row["n"] for row in asked if row["in_race"]}) > 1:
+        texts.append(
+            "The best one and the prompts as retrieved alone were asked the held-back questions, too."
+        )
+    return " ".join(texts)
 
 
 def order_glance(facts: Mapping[str, Any]) -> Glance:

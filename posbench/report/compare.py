@@ -56,6 +56,8 @@ DECODING_KEYS = ("max_new_tokens", "repetition_penalty")
 """Keys of a task that move a greedy reply."""
 PENALTY_NAMES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """Penalties that a server may apply of its own."""
+MAX_DEPTH_GAP = 0.1
+"""Share of the items by which gold positions may differ that count as the same, as those of 20 and of 40 pairs do."""
 MEASURES = {
     "score": ("", "difference"),
     "position_bias": ("position_bias", "position_bias_difference"),
@@ -277,7 +279,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
 
     They are paired where one run asked all prompts of the other. Else they are
     differences of independent numbers, whose intervals are too wide if some prompts are
-    the same.
+    the same; there are none where the gold positions differ, over which averages are taken.
 
     Returns:
         ``pairs``, the number of paired prompts (0 if unpaired), and an estimate or None
@@ -313,13 +315,29 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
 def _unpaired_difference(
     first: ComparedRun, second: ComparedRun, metric: str
 ) -> Estimate | None:
-    """Estimate a metric of the second run minus the first run's, as of independent samples; None if one lacks it."""
+    """Estimate a metric of the second run minus the first run's, as of independent samples.
+
+    It is None if one lacks the metric, or if their gold positions differ.
+    """
+    if not _share_positions(first, second):
+        return None
     minuend = _estimate(second.metrics, metric)
     subtrahend = _estimate(first.metrics, metric)
     if minuend is None or subtrahend is None:
         return None
     n = minuend.n + subtrahend.n
     return combined((minuend, subtrahend), (1, -1), n)
+
+
+def _share_positions(first: ComparedRun, second: ComparedRun) -> bool:
+    """Whether two runs asked as many gold positions, each within a tenth of the items of the other's."""
+    depths = [
+        sorted(rows_at_positions(run.metrics)["depth"].dropna().astype(float).unique())
+        for run in (first, second)
+    ]
+    if len(depths[0]) != len(depths[1]):
+        return False
+    return all(abs(a - b) < MAX_DEPTH_GAP for a, b in zip(*depths, strict=True))
 
 
 def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
@@ -335,6 +353,8 @@ def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
     """
     common = len(first.prompts.keys() & run.prompts.keys())
     if not difference["pairs"]:
+        if not _share_positions(first, run):
+            return f"{run.label}: its gold positions are not those of {first.label}: averages are not compared."
         return (
             f"{run.label}: unpaired, {common} of its {len(run.prompts)} prompts "
             f"were also asked in {first.label}."

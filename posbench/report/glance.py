@@ -609,6 +609,10 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
     order = score_order(second)
     if order == "not compared":
         sentence = "One of the runs has no score, so they cannot be compared."
+        if None not in (first["score"], second["score"]):
+            sentence = (
+                "Their gold positions differ, so their averages cannot be compared."
+            )
         return Glance(CANNOT_TELL, "open", sentence)
     first_name, second_name = _short_names(first["label"], second["label"])
     high, low, ordinal = second_name, first_name, "second"

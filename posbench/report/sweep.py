@@ -37,7 +37,7 @@ from posbench.report.folder import (
     read_json,
     sweep_runs,
 )
-from posbench.report.glance import TONES, findings_glance, run_glance
+from posbench.report.glance import EXPORT_PURPOSE, TONES, findings_glance, run_glance
 from posbench.report.links import link_to_parents, run_links
 from posbench.report.page import VERDICT_RULE, embedded_figure, write_page
 from posbench.report.paper import paper_sections
@@ -218,6 +218,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
         subsets = read_csv(folder / "subsets_summary.csv")
         show_reference(folder, scores.summary, subsets, console)
         show_findings(folder, console)
+        console.rule(_title_of_scores(scores))
         # A terminal is narrow: runs and shapes are on the page.
         header = scores.header
         shown = [i for i, name in enumerate(header) if name not in ("run", "shape")]
@@ -420,22 +421,26 @@ def _render_scores(
         sections.append(Section("Claims", text, *tables.findings_table(findings)))
     sections += paper_sections(folder, summary, subsets)
     models = list(dict.fromkeys(summary["model"]))
-    modified = plots.modified_of(summary)
-    page_title = title(
-        map(display_name, modified["method"]),
-        models,
-        modified["task"],
-        [axis for axis in axes if axis not in METRIC_COLUMNS and axis != "run"],
-    )
     return write_page(
         folder,
-        page_title,
+        _title_of_scores(scores),
         scores.glance,
         sections,
         models,
         provenance={"command": command or RunDir(folder).command},
         formats=formats,
         runs=runs,
+    )
+
+
+def _title_of_scores(scores: _Scores) -> str:
+    """What a sweep with scores measured: methods, models, tasks and swept keys."""
+    modified = plots.modified_of(scores.summary)
+    return title(
+        map(display_name, modified["method"]),
+        list(dict.fromkeys(scores.summary["model"])),
+        modified["task"],
+        [axis for axis in scores.axes if axis not in METRIC_COLUMNS and axis != "run"],
     )
 
 
@@ -474,7 +479,12 @@ def _scores_glance(
     verdicts = _verdicts(summary)
     word, tone, verdict = _word(list(verdicts.values()))
     best = max(scored, key=lambda setting: setting.average.value)
-    numbers = [_number("highest average", best, best.average, "%")]
+
+    def in_words(setting: _Setting) -> str:
+        """The values of a setting with their key; those of several keys have theirs."""
+        return setting.name if "=" in setting.name else f"{label}={setting.name}"
+
+    numbers = [_number(f"highest average, {in_words(best)}", best.average, "%")]
     averages = [100 * setting.average.value for setting in scored]
     on_average = f"the average runs from {min(averages):.1f} to {max(averages):.1f} %"
     count = f"{len(scored)} settings" if len(scored) > 1 else "1 setting"
@@ -486,9 +496,11 @@ def _scores_glance(
     if biased:
         least = min(biased, key=lambda setting: setting.bias.value)
         most = max(biased, key=lambda setting: setting.bias.value)
-        numbers.insert(0, _number("least position bias", least, least.bias, "points"))
+        name = f"least position bias, {in_words(least)}"
+        numbers.insert(0, _number(name, least.bias, "points"))
         if least is not most:
-            numbers.insert(1, _number("most position bias", most, most.bias, "points"))
+            name = f"most position bias, {in_words(most)}"
+            numbers.insert(1, _number(name, most.bias, "points"))
         biases = (
             f"the position bias runs from {100 * least.bias.value:z.1f} points ({least.name}) "
             f"to {100 * most.bias.value:z.1f} ({most.name})"
@@ -503,6 +515,8 @@ def _scores_glance(
     if "run" in summary:
         worst = min(scored, key=lambda setting: setting.average.value)
         command, purpose = _step_after_sweep(folder, verdicts, worst, best)
+        if purpose == EXPORT_PURPOSE:
+            purpose = f"{purpose}, of {in_words(best)}"
     return Glance(
         word,
         tone,
@@ -548,10 +562,10 @@ def _step_after_sweep(
     return f"posbench compare {' '.join(hashes)}", purpose
 
 
-def _number(name: str, setting: _Setting, row: Any, unit: str) -> Number:
-    """A number of a sweep with the setting that it is of."""
+def _number(name: str, row: Any, unit: str) -> Number:
+    """A number of a sweep from its row of summary.csv."""
     estimate = Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
-    return Number.of(f"{name} ({setting.name})", estimate, unit, "z.1f", 100)
+    return Number.of(name, estimate, unit, "z.1f", 100)
 
 
 def _verdicts(summary: pd.DataFrame) -> dict[str, str]:

@@ -318,7 +318,7 @@ class Remedies(TimingStudy):
         )
         time_name = "time (least and most of the rounds)"
         numbers = (
-            Number("change of the average", change, "points"),
+            Number(f"change of the average, {best['method']}", change, "points"),
             Number(time_name, _time_ratio(best), "times the unmodified model's"),
         )
         name = best["method"]

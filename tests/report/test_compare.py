@@ -262,8 +262,24 @@ def test_other_prompts_are_not_paired_and_that_is_said(runs: dict[str, Path]) ->
     )
     wide, narrow = (at["score"].ci_high - at["score"].ci_low for at in (alone, paired))
     assert wide > 1.2 * narrow
-    # Neither asked all that the other did.
-    assert_names(compared(runs, "better", "other")[1], "unpaired", "60", "80 prompts")
+
+
+def test_averages_over_other_gold_positions_are_not_compared(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """A model that loses the middle scores more on its ends alone, and has less bias there."""
+    found, said = compared(runs, "better", "other")
+    assert found["score"] is None and found["position_bias"] is None
+    assert_names(said, "gold positions", "not compared")
+    # A quarter of 20 and of 41 items: the same positions, but for rounding.
+    folders = {
+        name: run(tmp_path, name, better, places=places, task={"pairs": pairs})
+        for name, places, pairs in (
+            ("aaaa0001", (0, 4, 19), 20),
+            ("aaaa0002", (0, 10, 40), 41),
+        )
+    }
+    assert compared(folders, *folders)[0]["score"] is not None
 
 
 def test_fewer_prompts_are_paired_over_those_that_both_asked(

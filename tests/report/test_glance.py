@@ -285,6 +285,7 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
         "label": "scale_channel",
         "n": 100,
         "pairs": 100,
+        "score": 0.5,
         "score_difference": value,
         "score_difference_ci_low": low,
         "score_difference_ci_high": high,
