@@ -484,7 +484,7 @@ def _scores_glance(
         """The values of a setting with their key; those of several keys have theirs."""
         return setting.name if "=" in setting.name else f"{label}={setting.name}"
 
-    numbers = [_number(f"highest average, {in_words(best)}", best.average, "%")]
+    numbers = [_number(f"highest average ({in_words(best)})", best.average, "%")]
     averages = [100 * setting.average.value for setting in scored]
     on_average = f"the average runs from {min(averages):.1f} to {max(averages):.1f} %"
     count = f"{len(scored)} settings" if len(scored) > 1 else "1 setting"
@@ -496,10 +496,10 @@ def _scores_glance(
     if biased:
         least = min(biased, key=lambda setting: setting.bias.value)
         most = max(biased, key=lambda setting: setting.bias.value)
-        name = f"least position bias, {in_words(least)}"
+        name = f"least position bias ({in_words(least)})"
         numbers.insert(0, _number(name, least.bias, "points"))
         if least is not most:
-            name = f"most position bias, {in_words(most)}"
+            name = f"most position bias ({in_words(most)})"
             numbers.insert(1, _number(name, most.bias, "points"))
         biases = (
             f"the position bias runs from {100 * least.bias.value:z.1f} points ({least.name}) "
