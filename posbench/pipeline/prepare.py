@@ -192,8 +192,10 @@ def _check_order(config: Config) -> None:
     classes = [c for c in config.choice.classes if issubclass(c, PromptChange)]
     if not any(cls.uses_order() for cls in classes):
         return
-    if not ranks_items(config.task, config.task.evaluation()):
-        hint = "posbench order LOG compares orders on a log of your own"
+    # Over all positions an order only changes places between them, and the average is fair.
+    asks_all = len({*config.task.gold_positions}) == config.task.items
+    if not asks_all and not ranks_items(config.task, config.task.evaluation()):
+        hint = "posbench order LOG compares orders on a log of your own; or set task.positions to all positions"
         raise UserError("method", config.choice.name, f"others: {UNRANKED}", hint)
 
 

@@ -99,7 +99,10 @@ def test_the_example_is_built_installed_listed_and_run(tmp_path: Path) -> None:
     assert origins.pop("rotate") == "posbench-rotate"
     assert origins == dict.fromkeys(origins)
     args = ["method=rotate", "model=tiny", "task.limit=3", "stages=[evaluate]"]
-    done = posbench(*args, "task.positions=[0,31]", "runtime.resamples=100")
+    refused = posbench(*args)
+    assert refused.returncode == 2 and "method = 'rotate'" in refused.stderr
+    args += ["task.pairs=4", "task.positions=[0,1,2,3]", "runtime.resamples=100"]
+    done = posbench(*args)
     assert done.returncode == 0, done.stderr
     (run,) = run_folders(tmp_path / "outputs")
     packages = json.loads((run / "provenance.json").read_text())["packages"]
