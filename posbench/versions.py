@@ -55,7 +55,7 @@ def check_transformers() -> None:
             installed_version, prereleases=True
         ):
             allowed = f"version {supported}"
-            hint = f"pip install '{requirement}'"
+            hint = f"pip install 'transformers{supported}'"
             raise UserError("transformers", installed_version, allowed, hint)
 
 

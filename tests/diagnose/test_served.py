@@ -113,9 +113,7 @@ def test_a_change_of_the_prompt_that_helps_is_found_on_held_back_questions(
     assert changes["held_back"]["n"] > 20
     assert "put what matters first: 100 % right there, 0 % elsewhere" in found["place"]
     assert "method=documents_twice" in shlex.split(found["next"])
-    assert_line_names(
-        result.out, "change of the prompt: use documents_twice", "held-back"
-    )
+    assert_line_names(result.out, "prompt: use documents_twice", "held-back")
 
 
 def test_one_lost_position_is_a_bias_without_a_side(
