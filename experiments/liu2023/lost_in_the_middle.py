@@ -751,7 +751,7 @@ def first_look(tables: Tables) -> Glance:
         )
         for name, place in places.items()
     )
-    rest = {
+    basis = {
         "details": details,
         "sample": f"{_questions(asked, cells)} at each position",
     }
@@ -766,21 +766,21 @@ def first_look(tables: Tables) -> Glance:
         shape = f" ({shapes.pop()})" if len(shapes) == 1 else ""
         full = f"There is a position bias with {named}{shape}."
         short = f"There is a position bias with {len(biased)} of {len(asked)} lengths."
-        return Glance(word, "bad", first_short(full, short), numbers, **rest)
+        return Glance(word, "bad", first_short(full, short), numbers, **basis)
     words = set(asked["verdict"])
     word = words.pop() if len(words) == 1 else "no bias shown"
     if word == NO_BIAS:
         named = " and ".join(asked["setting"])
         sentence = f"With {named} there is no position bias worth naming."
-        return Glance(word, "good", sentence, numbers, **rest)
+        return Glance(word, "good", sentence, numbers, **basis)
     if word == CANNOT_DO:
         sentence = "The model cannot do this task: a position bias could not show."
-        return Glance(word, "open", sentence, numbers, **rest)
+        return Glance(word, "open", sentence, numbers, **basis)
     named = " and ".join(asked.loc[asked["verdict"] != NO_BIAS, "setting"])
     told = f"cannot be told from {_questions(asked, cells)}"
     full = f"Whether the position of the answer matters with {named} {told}."
     short = f"Whether the position of the answer matters {told}."
-    glance = Glance(word, "open", first_short(full, short), numbers, **rest)
+    glance = Glance(word, "open", first_short(full, short), numbers, **basis)
     spread = asked["detectable"].max()
     if pd.isna(spread):
         return glance

@@ -459,13 +459,13 @@ class ScaleChannel(Method):
             num_scaled = min(self.last + num_candidates, num_tokens)
 
         # The method needs the cache, whatever the caller wants to get back.
-        whole = {**call, "use_cache": True, "return_dict": True}
+        inputs = {**call, "use_cache": True, "return_dict": True}
         if num_scaled == num_tokens:
-            output = self.continue_with(model, forward, cache, **whole)
+            output = self.continue_with(model, forward, cache, **inputs)
         # One pass if the last rows can be computed again on the same keys, else two.
         elif _keys_stay(cache) and LastRows.fits(model, self.layer_indices):
             with last_rows.scaling(num_scaled):
-                output = forward(**with_cache(forward, cache), **whole)
+                output = forward(**with_cache(forward, cache), **inputs)
         else:
             output = self._run_parts(
                 model, forward, cache, num_tokens - num_scaled, num_tokens, call

@@ -29,7 +29,7 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
-from posbench.stats.glance import Glance, Number, Tone, sentence_case
+from posbench.stats.glance import Glance, Number, sentence_case
 from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import MARGIN, Scores
 from posbench.stats.position_bias import position_bias, position_curves
@@ -316,12 +316,12 @@ class Remedies(TimingStudy):
         change = with_interval(
             best["difference"], best["difference_low"], best["difference_high"], "+.1f"
         )
+        name = best["method"]
         time_name = "time (least and most of the rounds)"
         numbers = (
-            Number(f"change of the average, {best['method']}", change, "points"),
+            Number(f"change of the average, {name}", change, "points"),
             Number(time_name, _time_ratio(best), "times the unmodified model's"),
         )
-        name = best["method"]
         ties = _ties(raced, best)
         tie = f"; {ties[0]} lies within its interval" if ties else ""
         if len(ties) > 1:
@@ -330,27 +330,27 @@ class Remedies(TimingStudy):
         if ties:
             details = f"Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
         effect = f"{best['difference']:+.1f} points on average {_time_in_words(best)}"
-        undecided = (raced["verdict"] == CANNOT_TELL).any()
-        word, step, purpose = "none helps for sure", "", ""
-        tone: Tone = "open" if undecided else "bad"
-        sentence = (
-            f"No remedy raises the average for sure; the best is {name}, {effect}."
-        )
-        if best["verdict"] == HELPS:
-            word, tone = HELPS, "good"
-            sentence = f"Try {name} first: {effect}{tie}."
-            step = f"posbench method={name}"
-            purpose = "measures what it leaves of the position bias"
-        return Glance(
-            word,
-            tone,
-            sentence,
+        glance = Glance(
+            HELPS,
+            "good",
+            f"Try {name} first: {effect}{tie}.",
             numbers,
-            step,
-            purpose,
+            f"posbench method={name}",
+            "measures what it leaves of the position bias",
             details,
             sample=f"{best['n']:.0f} prompts under each of {len(raced)} remedies",
             rule="The change is paired, prompt by prompt, and its interval holds for all remedies together.",
+        )
+        if best["verdict"] == HELPS:
+            return glance
+        undecided = (raced["verdict"] == CANNOT_TELL).any()
+        return replace(
+            glance,
+            word="none helps for sure",
+            tone="open" if undecided else "bad",
+            sentence=f"No remedy raises the average for sure; the best is {name}, {effect}.",
+            next="",
+            purpose="",
         )
 
     def sections(self, tables: Tables, figures: Drawn) -> list[Section]:
