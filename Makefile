@@ -45,7 +45,7 @@ real: setup ## the papers' experiments on a real language model of 135M paramete
 	@$(BIN)/posbench figures yu2025_fig10 yu2025_fig11 yu2025_mechanism_channel model=smollm2 study.channel=100 --jobs 2 $(ARGS)
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
 	@$(BIN)/posbench figures $(TRAININGS) --jobs 1 study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings $(ARGS)
-docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs: 10 processor minutes
+docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs: 5 processor minutes
 	$(BIN)/python -m pytest -n 2 -m '' tests/test_documents.py $(ARGS)
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going -c docs . build/docs
 clean: ## remove the environments and build products; outputs/ stays

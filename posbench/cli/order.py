@@ -40,8 +40,9 @@ from posbench.stats.policies import CANNOT_DO, CANNOT_TELL, LEAVE, USE
 from posbench.studies.order import AS_RETRIEVED, NO_REFERENCES, VERDICT_FILE, OrderStudy
 
 PAIRED = (
-    "Differences are paired against the prompts as they were retrieved, on the questions that both answered. Their "
-    "intervals hold for all policies together and whenever the questions ended, those of accuracies for each alone."
+    "Differences are paired with the prompts as they were retrieved, on the questions that both answered. Their "
+    "intervals hold for all policies at once, also for one that was asked fewer questions; those of accuracies hold "
+    "for one alone."
 )
 """What the differences and their intervals are."""
 
@@ -287,7 +288,7 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         tone = "good"
         gained = rows[facts["policy"]]["difference"]
         sentence = f"Use {facts['policy']}: {gained:.1f} points more are right than with the prompts as retrieved"
-        if facts["recipe"]:
+        if "\n" in facts["recipe"]:
             sentence += "; its code is under Use it"
     elif verdict == LEAVE:
         sentence = "Leave the prompts as they are retrieved: no change of them gains enough to matter"
@@ -310,6 +311,8 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         sample=f"{facts['questions']:,} questions",
         rule=PAIRED if len(numbers) > 1 else "",
     )
+    if verdict == USE and "\n" not in facts["recipe"]:
+        glance = replace(glance, next=facts["recipe"])
     if verdict == CANNOT_TELL:
         # Only right answers, more questions or a larger budget would change the answer.
         command = str(facts["command"])

@@ -58,8 +58,8 @@ def ls_runs(args: list[str]) -> int:
     in which it differs from runs of the same kind, the verdict that its page begins with, score and position
     bias of the method in % and points with 95 % intervals where there is room, and age. A run that is not done
     has its state in place of the verdict: running, killed, failed, incomplete (some rows failed), mixed (a file
-    changed under it), damaged. The last line is the command to run after the newest one. A pipe gets TSV with
-    all numbers.
+    changed under it), damaged. The last line is the command to run next: after the newest run, or, where that is
+    fixed, after the fixed one with the least bias. A pipe gets TSV with all numbers.
 
     example: posbench ls runs model=tiny task.pairs=12 state=done
     """
@@ -83,7 +83,7 @@ def ls_runs(args: list[str]) -> int:
         if records:
             table = index.run_table(records, console.width)
             console.print(table)
-            legend, step = index.legend(table), index.next_step(records)
+            legend, step = index.legend(table, records), index.next_step(records)
             if legend:
                 console.print(legend)
             if step:
@@ -131,7 +131,7 @@ def compare(args: list[str]) -> int:
     show_lists({title: lines}, "--json" in remaining, terminal_rows)
     for message in messages:
         print(message, file=sys.stderr)
-    glance = comparison_glance(lines)
+    glance = comparison_glance(lines, folders)
     # stdout is the table, for other programs.
     console = make_console(is_error=True)
     show_glance(console, glance)

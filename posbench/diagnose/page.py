@@ -61,6 +61,8 @@ PURPOSES = {
     CANNOT_DO: "asks something easier",
 }
 """What the next command does, by verdict."""
+FOUND = {FIXED: "fix found", NOT_FIXED: "no fix found"}
+"""Words of a diagnosis, which changes nothing by itself, where a run under a method has these verdicts."""
 PILOT_LEVELS = {
     "in between": "its replies can show a position bias",
     "floor": "the model is at the floor",
@@ -144,7 +146,7 @@ def glance(diagnosis: Diagnosis) -> Glance:
         rule += f" As applied: {describe_method(method)}." if len(method) > 1 else ""
     step = diagnosis.next
     return Glance(
-        name,
+        FOUND.get(name, name),
         TONES[name],
         sentence,
         numbers,
@@ -170,7 +172,7 @@ def _held_back_sentence(diagnosis: Diagnosis, sentence: str) -> str:
     bias = f"{diagnosis.model} {SHAPES[shape].removeprefix('it ')}"
     effect = sentence.replace(f"the position bias of {diagnosis.model}", "that bias")
     effect = effect.partition(";")[0].removesuffix(".")
-    return first_short(f"{bias}; {effect} on held-back questions.", plain)
+    return first_short(f"{bias}; tried on held-back questions, {effect}.", plain)
 
 
 def _look_at(diagnosis: Diagnosis, part: str) -> Glance | None:

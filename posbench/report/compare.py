@@ -534,7 +534,10 @@ def _write_page(
     return write_page(
         folder,
         title,
-        replace(comparison_glance(rows), details=verdict(rows)),
+        replace(
+            comparison_glance(rows, [run.run.path for run in runs]),
+            details=verdict(rows),
+        ),
         [section],
         provenance={"command": f"posbench compare {' '.join(hashes)}"},
         runs=[run.run.path for run in runs],

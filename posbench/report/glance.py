@@ -110,8 +110,16 @@ def run_glance(folder: Path) -> Glance:
     else:
         found = measured_glance(folder)
     if found.next:
-        command = " ".join([found.next, *_subject(run, config)])
-        return _with_step(found, command, found.purpose)
+        subject, purpose = _subject(run, config), found.purpose
+        task = _group(config, "task")
+        if found.next.startswith("posbench method="):
+            # The best of several on few questions looks better than it is.
+            subject = _without_limit(subject)
+            if "seed" in task and not task.get("path"):
+                kept = [arg for arg in subject if not arg.startswith("task.seed=")]
+                subject = [*kept, f"task.seed={task['seed'] + 1}"]
+                purpose += ", on new questions"
+        return _with_step(found, " ".join([found.next, *subject]), purpose)
     if "search" in (config.get("stages") or ()) and not facts:
         command = f"posbench method=from:{name_in_commands(run, config)}"
         words = [command, *_subject(run, config)]
@@ -556,21 +564,45 @@ def score_order(row: Mapping[str, Any]) -> ScoreOrder:
     return "below" if row["score_difference_ci_high"] < 0 else "alike"
 
 
-def comparison_glance(rows: Sequence[Mapping[str, Any]]) -> Glance:
+def comparison_glance(
+    rows: Sequence[Mapping[str, Any]], folders: Sequence[Path] = ()
+) -> Glance:
     """Return the first look at runs side by side: which of them score above or below the first one.
 
     Args:
         rows: Rows of comparison.csv.
+        folders: The runs in the same order; of two the better one's fix is then the next step.
     """
     first, others = rows[0], rows[1:]
-    last = others[-1]
-    command = f"posbench show {last['run']} --wrong"
     purpose = "shows prompts that were answered wrong"
     if len(others) > 1:
         glance = _glance_at_many(first, [score_order(row) for row in others])
-    else:
-        glance = _glance_at_two(first, last)
-    return _with_step(glance, command, purpose)
+        return _with_step(glance, f"posbench show {rows[-1]['run']} --wrong", purpose)
+    glance = _glance_at_two(first, others[0])
+    better = _better_of_two(others[0])
+    if folders and better is not None:
+        look = run_glance(folders[better])
+        if look.purpose == EXPORT_PURPOSE:
+            return _with_step(glance, look.next, f"{look.purpose}, of the better run")
+    worse = rows[-1 if better is None else 1 - better]
+    return _with_step(glance, f"posbench show {worse['run']} --wrong", purpose)
+
+
+def _better_of_two(second: Mapping[str, Any]) -> int | None:
+    """Which of two runs surely scores higher, or has the lower position bias at scores alike: 0, 1, or None.
+
+    Args:
+        second: The second run's row of comparison.csv.
+    """
+    order = score_order(second)
+    if order in ("above", "below"):
+        return int(order == "above")
+    if order == "not compared" or second["position_bias_difference"] is None:
+        return None
+    change = _compared(second, "position_bias_difference")
+    if change.ci_low <= 0 <= change.ci_high:
+        return None
+    return int(change.value < 0)
 
 
 def _glance_at_many(first: Mapping[str, Any], orders: Sequence[ScoreOrder]) -> Glance:
@@ -635,13 +667,22 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
         else f"{first['n']:,} and {second['n']:,} prompts"
     )
     if order == "alike":
-        end = _bias_clause(second, second_name)
-        sentence = first_short(
-            f"{second_name} and {first_name} do not differ measurably in their scores{end}.",
-            f"The two runs do not differ measurably in their scores{end}.",
-            "The two runs do not differ measurably in their scores.",
-        )
-        return Glance("scores alike", "open", sentence, tuple(numbers), sample=sample)
+        better = _better_of_two(second)
+        if better is None:
+            sentence = first_short(
+                f"{second_name} and {first_name} do not differ measurably in their scores.",
+                "The two runs do not differ measurably in their scores.",
+            )
+            return Glance(
+                "scores alike", "open", sentence, tuple(numbers), sample=sample
+            )
+        rest = "has the lower position bias; the scores do not differ measurably."
+        name, ordinal = ((first_name, "first"), (second_name, "second"))[better]
+        sentence = first_short(f"{name} {rest}", f"The {ordinal} run {rest}")
+        word = f"{name} less biased"
+        if len(word) > MAX_WORD_CHARACTERS:
+            word = f"{ordinal} run less biased"
+        return Glance(word, "open", sentence, tuple(numbers), sample=sample)
     if shared:
         shared = f" on the {shared} that both were asked"
     points = f"{abs(_compared(second, 'score_difference').value):z.1f} points"
@@ -654,23 +695,6 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
     if len(word) > MAX_WORD_CHARACTERS:
         word = f"{ordinal} run higher"
     return Glance(word, "open", sentence, tuple(numbers), sample=sample)
-
-
-def _bias_clause(second: Mapping[str, Any], name: str) -> str:
-    """The end of a sentence where the position bias of the second run surely differs; empty where it does not.
-
-    Args:
-        second: The second run's row of comparison.csv.
-        name: Its name.
-    """
-    if second["position_bias_difference"] is None:
-        return ""
-    change = _compared(second, "position_bias_difference")
-    if change.ci_low <= 0 <= change.ci_high:
-        return ""
-    return (
-        f"; the position bias of {name} is {'lower' if change.value < 0 else 'higher'}"
-    )
 
 
 def _short_names(first: str, second: str) -> tuple[str, str]:
@@ -710,11 +734,11 @@ def _step_after_scores(
     if word == NOT_FIXED and in_process:
         words = ["posbench study=remedies", *subject]
         return " ".join(words), "asks the same questions under every remedy"
+    # A diagnosis asks as many questions as it needs; those of this run may be too few.
+    command = " ".join(["posbench diagnose", *_without_limit(subject)])
     if word in (BIAS, NOT_FIXED):
-        command = " ".join(["posbench diagnose", *subject])
         return command, "looks for where it comes from and what helps"
     if word == CANNOT_TELL:
-        command = " ".join(["posbench diagnose", *subject])
         return command, "asks until it can tell, or says what that takes"
     return f"posbench show {name} --wrong", "shows prompts that were answered wrong"
 
@@ -751,6 +775,11 @@ def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
         if named and (is_sweep or not chosen):
             typed.insert(0, f"{group}={named}")
     return [shlex.quote(arg) for arg in typed]
+
+
+def _without_limit(subject: Sequence[str]) -> list[str]:
+    """The same without the number of questions."""
+    return [arg for arg in subject if not arg.startswith("task.limit=")]
 
 
 # Numbers

@@ -23,6 +23,7 @@ from posbench.run.progress import duration
 from posbench.stats import outcomes
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name
+from posbench.stats.verdict import FIXED
 
 RAN_COLUMN = "method / study"
 WHAT_COLUMN = "what"
@@ -233,6 +234,8 @@ def list_title(records: Sequence[Record]) -> str:
     common = ", ".join(
         f"{name} {value}" for name, value in common_cells(records).items()
     )
+    if len(records) > 1:
+        count += ", the newest first"
     return f"{count}: {common}" if common else count
 
 
@@ -528,11 +531,12 @@ def _number_cell(
     return Text(f"{100 * value:+z.1f}" if signed else f"{100 * value:z.1f}")
 
 
-def legend(table: Table) -> str:
-    """The units of the numbers in a list of runs; empty where it has none.
+def legend(table: Table, records: Sequence[Record]) -> str:
+    """The units of the numbers in a list of runs, and how many prompts they rest on; empty where it has none.
 
     Args:
         table: See :func:`run_table`.
+        records: Its runs.
     """
     shown = [str(column.header) for column in table.columns]
     units = {"score": "score in %", "difference": "difference in points"}
@@ -541,17 +545,29 @@ def legend(table: Table) -> str:
     cells = [cell for column in table.columns for cell in column.cells]
     if any(re.search(r"\d \[-?\d", str(cell)) for cell in cells):
         texts.append("[95 % interval]")
+    counts = sorted({int(r["n"]) for r in records if r["score"] is not None and r["n"]})
+    if counts:
+        ends = dict.fromkeys((counts[0], counts[-1]))
+        texts.append(f"{' to '.join(f'{count:,}' for count in ends)} prompts a run")
     return ", ".join(texts)
 
 
 def next_step(records: Sequence[Record]) -> str:
-    """The command to run after the newest run that is not running, and what it does; empty without one.
+    """The command to run next, and what it does; empty without one.
+
+    It is that after the newest run that is not running; where that one is fixed, after the fixed run with the least
+    position bias.
 
     Args:
         records: The runs, as :func:`records` returns them.
     """
-    for record in records:
-        state, name = record["state"], record["run"]
+    fixed = [record for record in records if record["verdict"] == FIXED]
+    least = min(fixed, key=lambda record: record["position_bias"], default=None)
+    for newest in records:
+        record, name = newest, newest["run"]
+        if least and newest["verdict"] == FIXED:
+            record, name = least, f"{least['run']}, the fixed run with the least bias"
+        state = record["state"]
         folder = Path(record["folder"])
         if state in RESUMED:
             command = open_run_dir(folder).command

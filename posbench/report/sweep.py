@@ -84,6 +84,8 @@ SWEEP_TABLE_NAMES = {
 """Names of a run's tables in its sweep."""
 MAX_PICTURES_BYTES = 400_000
 """Size of all figures of runs that the page of their sweep shows."""
+MAX_NAMED_SETTINGS = 4
+"""Settings that are named beside a sweep's verdict."""
 SWEEP_FILES = [
     CONFIG,
     "experiment.json",
@@ -517,6 +519,8 @@ def _scores_glance(
         command, purpose = _step_after_sweep(folder, verdicts, worst, best)
         if purpose == EXPORT_PURPOSE:
             purpose = f"{purpose}, of {in_words(best)}"
+            if _is_at_an_end(best, scored):
+                purpose += ", an end of the range that was tried"
     return Glance(
         word,
         tone,
@@ -525,16 +529,41 @@ def _scores_glance(
         command,
         purpose,
         details=" ".join(details),
-        sample=_sample(scored),
+        sample=_sample(scored, verdicts, verdict),
         rule=verdict_rule(verdict) if verdict else "",
     )
 
 
-def _sample(settings: Sequence[_Setting]) -> str:
-    """How many prompts the average of each setting rests on."""
+def _sample(
+    settings: Sequence[_Setting], verdicts: Mapping[str, str], verdict: str
+) -> str:
+    """How many prompts the average of each setting rests on, and which settings have the sweep's verdict, if not all.
+
+    Args:
+        settings: The settings that were scored.
+        verdicts: The verdict on each run.
+        verdict: That of the sweep; empty without one.
+    """
     sizes = sorted({int(setting.average.n) for setting in settings})
     count = f"{sizes[0]:,} to {sizes[-1]:,}" if len(sizes) > 1 else f"{sizes[0]:,}"
-    return f"{count} prompts in each setting"
+    names = [
+        setting.name
+        for setting in settings
+        if any(verdicts.get(run) == verdict for run in setting.runs)
+    ]
+    text = f"{count} prompts in each setting"
+    if verdict and len(names) < min(len(settings), MAX_NAMED_SETTINGS + 1):
+        text += f"; {verdict}: {', '.join(names)}"
+    return text
+
+
+def _is_at_an_end(best: _Setting, settings: Sequence[_Setting]) -> bool:
+    """Whether the best of more than two numbers is the smallest or the largest, so that one beyond may be better."""
+    try:
+        values = [float(setting.name) for setting in settings]
+    except ValueError:
+        return False
+    return len(values) > 2 and float(best.name) in (min(values), max(values))
 
 
 def _step_after_sweep(

@@ -443,7 +443,7 @@ class OrderStudy(Study):
         sample = f"{gain.n:,} questions"
         rule = (
             f"Difference from the prompts as they were retrieved, paired; the interval holds for all {len(others)} "
-            "policies together and whenever the questions ended."
+            "policies at once, also for one that was asked fewer questions."
         )
         if gain.ci_low > 0:
             sentence = f"{best['name']} answers {gain.value:.1f} points more than the prompts as they were retrieved."

@@ -36,6 +36,8 @@ from posbench.report.page import render_run, write_page
 from posbench.report.sweep import render_sweep
 from posbench.report.tables import findings_table
 from posbench.report.terminal import show_run
+from posbench.run.folder import PROVENANCE
+from posbench.run.jsonl import checksum
 from posbench.stats import findings as judged
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding
@@ -251,8 +253,8 @@ def test_a_diagnosis_says_the_illness_before_the_remedy(tmp_path: Path) -> None:
     check_glance(glance)
     illness, _, remedy = glance.sentence.partition("; ")
     assert illness == "m loses the middle of the prompt"
-    assert remedy.startswith("x lowers that bias from ")
-    assert remedy.endswith(" points on held-back questions.")
+    assert remedy.startswith("tried on held-back questions, x lowers that bias from ")
+    assert remedy.endswith(" points.")
     assert glance.basis.endswith("1,500 prompts at 5 positions")
     assert glance.rule.endswith("As applied: x: channel 15, factor -1.0.")
 
@@ -291,7 +293,7 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
         "score_difference_ci_high": high,
         "position_bias_difference": None,
     }
-    first = row | {"label": "unmodified"}
+    first = row | {"label": "unmodified", "run": "5e6f7a8b"}
     glance = comparison_glance([first, row])
     check_glance(glance)
     assert glance.word == word
@@ -318,11 +320,15 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
                 position_bias_difference_ci_low=low,
                 position_bias_difference_ci_high=high,
             )
-            sentence = comparison_glance([first, row | bias]).sentence
-            clause = (
-                f"; the position bias of scale_channel is {end}." if end else "scores."
-            )
-            assert sentence.endswith(clause)
+            glance = comparison_glance([first, row | bias])
+            check_glance(glance)
+            better = {"lower": "scale_channel", "higher": "unmodified"}.get(end)
+            assert glance.word == (f"{better} less biased" if better else word)
+            wanted = f"{better} has the lower position bias; " if better else ""
+            assert glance.sentence.startswith(wanted)
+            # Without a fix to write: what the worse one answers wrong.
+            worse = "5e6f7a8b" if end == "lower" else "1a2b3c4d"
+            assert glance.next == f"posbench show {worse} --wrong"
     # A long name stays in the sentence.
     long = [first | {"label": "a" * 40}, row | {"label": "b" * 40}]
     ordinals = {1: "second", -1: "first"}
@@ -334,6 +340,27 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
     told = {1: "higher than", -1: "lower than", 0: "cannot be"}[sign]
     assert details.count(told) == 1
     check_glance(comparison_glance([first, row, row]))
+
+
+@pytest.mark.parametrize(
+    ("difference", "better"),
+    [((0.1, 0.05, 0.2), 1), ((-0.1, -0.2, -0.05), 0), ((0.0, -0.1, 0.1), None)],
+)
+def test_after_a_comparison_the_better_run_is_written(
+    tmp_path: Path, difference: tuple[float, ...], better: int | None
+) -> None:
+    table = simulated_metrics(300, none=MIDDLE_LOST, x=(0.9, 0.85, 0.85, 0.85, 0.9))
+    config = "model: {name: m}\nmethod: {_target_: posbench.methods.ScaleChannel}\n"
+    folders = [_run(tmp_path / f"m__x__{i}", config, metrics=table) for i in (0, 1)]
+    names = ("score_difference", "score_difference_ci_low", "score_difference_ci_high")
+    row = {"n": 9, "pairs": 9, "score": 0.5, "position_bias_difference": None}
+    first, second = (row | {"run": str(i), "label": f"run{i}"} for i in (0, 1))
+    rows = [first, second | dict(zip(names, difference, strict=True))]
+    step = comparison_glance(rows, folders).next
+    if better is None:
+        assert step == "posbench show 1 --wrong"
+    else:
+        assert step == f"posbench export {better} --to transformers --out fix"
 
 
 def test_of_many_runs_each_is_counted_once() -> None:
@@ -417,6 +444,18 @@ def test_page_and_terminal_say_the_same(tmp_path: Path, width: int) -> None:
         assert glance.sentence in tail and f"next: {glance.next}" in tail
         for line in lines_of_text:
             assert len(line) <= width or len(line.split()) == 1
+
+
+@pytest.mark.parametrize("number", [1, 6])
+def test_a_diagnosis_is_not_held_to_the_questions_of_the_run(
+    tmp_path: Path, number: int
+) -> None:
+    folder = _run(tmp_path / "run", metrics=_table(number))
+    facts = {"command": "posbench task.limit=5 task=own_data model=m"}
+    write_json(folder / PROVENANCE, facts | {"sum": checksum(facts)})
+    glance = run_glance(folder)
+    assert glance.word in ("cannot tell", "bias")
+    assert glance.next == "posbench diagnose task=own_data model=m"
 
 
 def test_a_sweep_begins_with_its_verdict(tmp_path: Path) -> None:

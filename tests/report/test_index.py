@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -38,6 +39,7 @@ from posbench.stats.verdict import run_verdict
 from tests.conftest import Result
 from tests.frames import metrics, with_missing_answers
 from tests.messages import assert_names, refused
+from tests.stats.test_verdict import MIDDLE_LOST, simulated_metrics
 
 
 def made(
@@ -424,14 +426,41 @@ def test_the_word_of_a_list_is_that_of_the_page(
     assert run_word(folder) == (glance.word, glance.tone)
 
 
+def test_of_fixed_runs_the_one_with_the_least_bias_goes_on(tmp_path: Path) -> None:
+    found = []
+    for number, bias in enumerate((0.10, 0.05, 0.07)):
+        folder = tmp_path / f"m__x__{number}"
+        folder.mkdir()
+        table = simulated_metrics(300, none=MIDDLE_LOST, x=(0.9, 0.85, 0.85, 0.85, 0.9))
+        table.to_csv(folder / "metrics.csv", index=False)
+        found.append(
+            {
+                "run": str(number),
+                "folder": str(folder),
+                "state": "done",
+                "verdict": "fixed",
+                "position_bias": bias,
+            }
+        )
+    assert "(after 1, the fixed run with the least bias: " in next_step(found)
+    # A newest run that is not fixed comes first.
+    found[0]["verdict"] = "not fixed"
+    assert "(after 0: " in next_step(found)
+
+
 def test_a_list_ends_with_units_and_the_next_command(outputs: Path) -> None:
     folder = outputs / "kv_retrieval/v002/tiny__none__bbbb0003"
     facts = {"started": "2026-05-05T10:00:00+00:00", "command": "posbench -m x"}
     RunDir(folder, "bbbb0003").write_facts("provenance.json", facts)
     found = records(outputs)
     table = run_table(found, 160)
-    assert legend(table) == "score in %, difference in points, [95 % interval]"
-    assert "interval" not in legend(run_table(found, 60))
+    counts = {r["n"] for r in found if r["score"] is not None}
+    shown = legend(table, found)
+    assert shown.startswith("score in %, difference in points, [95 % interval], ")
+    assert re.findall(r"\d+", shown.partition("], ")[2]) == [
+        f"{int(n)}" for n in sorted({min(counts), max(counts)})
+    ]
+    assert "interval" not in legend(run_table(found, 60), found)
     # Nothing is to be done after the newest run, a study without a class.
     assert found[0]["run"] == "cccc0001" and found[1]["state"] == "failed"
     assert (
