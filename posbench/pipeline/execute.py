@@ -117,7 +117,7 @@ def execute(
         worker_main: Entry point of each of ``runtime.workers``; without it this process makes all rows.
         plan: The plan for the config's budget, see :func:`posbench.pipeline.apply_budget.apply_budget`.
         watch: Measures this session; None: from now on.
-        shows_result: Whether tables are printed at the end of a run without the stage report.
+        shows_result: Whether the result is printed at the end.
 
     Returns:
         The run folder.
@@ -186,7 +186,7 @@ def execute(
         if plan:
             _record_end(out, plan, watch)
         out.finish("done", seconds=watch.seconds)
-        if shows_result and "report" not in config.stages:
+        if shows_result:
             show_run(out.path, console)
         if plan:
             _print_time(plan, watch.total, console)

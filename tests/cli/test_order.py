@@ -69,6 +69,9 @@ def test_every_policy_is_measured_on_the_prompts_that_its_rule_makes(
         totals = dict(server.totals)
     assert result.status == 0, result.err
     assert again.status == 0
+    # The study's own result, with another page and another next step, is not shown.
+    assert len(re.findall(r"^report: ", result.out, re.MULTILINE)) == 1
+    assert len(re.findall(r"^next: ", result.out, re.MULTILINE)) <= 1
     facts = facts_of(tmp_path)
     policies = {row["name"]: row for row in facts["policies"]}
     assert policies["best_first"]["same_as"] == "as_retrieved"

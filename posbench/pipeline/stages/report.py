@@ -1,4 +1,4 @@
-"""Draw the figures, write report.html, print the table."""
+"""Draw the figures and write report.html."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from posbench.pipeline.config import Config
 from posbench.report.folder import read_json
 from posbench.report.page import render_run
-from posbench.report.terminal import show_run
 from posbench.run.base import Run
 from posbench.run.folder import as_json
 
@@ -18,7 +17,6 @@ def run(config: Config, run: Run) -> None:
     for name, content in _files_of_paper(config).items():
         run.out.write_json(name, content)
     render_run(run.out.path)
-    show_run(run.out.path, run.console)
 
 
 def is_current(config: Config, folder: Path) -> bool:
