@@ -220,7 +220,7 @@ def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
     total = sum(causes.values())
     rows = [
         [name, str(count), f"{100 * count / total:.0f}"]
-        for name, count in sorted(causes.items(), key=lambda c: -c[1])
+        for name, count in sorted(causes.items(), key=_most_first)
     ]
     texts = []
     for name, text in (
@@ -341,12 +341,19 @@ def _next(facts: Mapping[str, Any]) -> str:
     return "resumes and repeats nothing that is there; a larger budget goes on"
 
 
+def _most_first(cause: tuple[str, int]) -> int:
+    """Sorts causes by their number of questions, the largest first."""
+    return -cause[1]
+
+
 def _show_causes_and_recipe(console: Console, facts: Mapping[str, Any]) -> None:
     """Print what became of the questions as retrieved, and the code that applies the policy to use."""
-    causes = sorted(facts["causes"].items(), key=lambda cause: -cause[1])
+    causes = dict(facts["causes"])
     if causes:
-        counted = ", ".join(f"{count} {name}" for name, count in causes)
-        console.print(f"as retrieved: {counted}")
+        right = causes.pop("right", 0)
+        counted = [f"{n} {name}" for name, n in sorted(causes.items(), key=_most_first)]
+        wrong = f"; of the others {', '.join(counted)}" if counted else ""
+        console.print(f"as retrieved: {right} right{wrong}")
     if facts["recipe"]:
         console.print("")
         console.print("Use it:")

@@ -647,15 +647,16 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
             )
         return Glance(CANNOT_TELL, "open", sentence)
     first_name, second_name = _short_names(first["label"], second["label"])
+    better = _better_of_two(second)
     high, low, ordinal = second_name, first_name, "second"
-    if order == "below":
+    if better == 0:
         high, low, ordinal = first_name, second_name, "first"
     numbers = []
     for name in ("score", "position_bias"):
         column = f"{name}_difference"
         if second[column] is not None:
             change = _compared(second, column)
-            if order == "below":
+            if better == 0:
                 value, ci_low, ci_high, n = change
                 change = Estimate(-value, -ci_high, -ci_low, n)
             title = f"{name.replace('_', ' ')}, {high} minus {low}"
@@ -667,7 +668,6 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
         else f"{first['n']:,} and {second['n']:,} prompts"
     )
     if order == "alike":
-        better = _better_of_two(second)
         if better is None:
             sentence = first_short(
                 f"{second_name} and {first_name} do not differ measurably in their scores.",
@@ -677,12 +677,12 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
                 "scores alike", "open", sentence, tuple(numbers), sample=sample
             )
         rest = "has the lower position bias; the scores do not differ measurably."
-        name, ordinal = ((first_name, "first"), (second_name, "second"))[better]
-        sentence = first_short(f"{name} {rest}", f"The {ordinal} run {rest}")
-        word = f"{name} less biased"
+        sentence = first_short(f"{high} {rest}", f"The {ordinal} run {rest}")
+        word = f"{high} less biased"
         if len(word) > MAX_WORD_CHARACTERS:
             word = f"{ordinal} run less biased"
-        return Glance(word, "open", sentence, tuple(numbers), sample=sample)
+        # The number that decides comes first.
+        return Glance(word, "open", sentence, tuple(reversed(numbers)), sample=sample)
     if shared:
         shared = f" on the {shared} that both were asked"
     points = f"{abs(_compared(second, 'score_difference').value):z.1f} points"

@@ -487,8 +487,11 @@ def _scores_glance(
         return setting.name if "=" in setting.name else f"{label}={setting.name}"
 
     numbers = [_number(f"highest average ({in_words(best)})", best.average, "%")]
-    averages = [100 * setting.average.value for setting in scored]
-    on_average = f"the average runs from {min(averages):.1f} to {max(averages):.1f} %"
+    worst = min(scored, key=lambda setting: setting.average.value)
+    on_average = (
+        f"the average runs from {100 * worst.average.value:.1f} % ({worst.name}) "
+        f"to {100 * best.average.value:.1f} % ({best.name})"
+    )
     count = f"{len(scored)} settings" if len(scored) > 1 else "1 setting"
     sentences = [
         f"Over {count} of {label}, {on_average}.",
@@ -515,7 +518,6 @@ def _scores_glance(
         ]
     command, purpose = "", ""
     if "run" in summary:
-        worst = min(scored, key=lambda setting: setting.average.value)
         command, purpose = _step_after_sweep(folder, verdicts, worst, best)
         if purpose == EXPORT_PURPOSE:
             purpose = f"{purpose}, of {in_words(best)}"

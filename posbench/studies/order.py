@@ -80,10 +80,10 @@ RANK_COLUMNS = ["policy", "rank", "accuracy", "ci_low", "ci_high", "n"]
 Cause = Literal[
     "right",
     "gold not retrieved",
-    "not even from the gold document alone",
     "right in another order",
     "right with fewer documents",
     "right with a repetition",
+    "not even from the gold document alone",
     "answered from a wrong document",
     "wrong in every way",
     "not looked into",
@@ -829,14 +829,14 @@ def _cause(
     """
     if gold is not None and not gold:
         return "gold not retrieved"
-    if alone is not None and alone < 1:
-        return "not even from the gold document alone"
     if "order" in helping:
         return "right in another order"
     if "number" in helping:
         return "right with fewer documents"
     if helping:
         return "right with a repetition"
+    if alone is not None and alone < 1:
+        return "not even from the gold document alone"
     if wrong_document is not None:
         return "answered from a wrong document"
     return "wrong in every way" if is_probed else "not looked into"

@@ -133,4 +133,4 @@ def test_terminal_and_page_show_one_table(
     words = html.unescape(" ".join(re.sub("<[^>]*>", " ", page).split()))
     for average in ("76.7 [73.7, 79.7]", "70.0 [67.0, 73.0]"):
         assert average in printed and average in words
-    assert "the average runs from 70.0 to 76.7 %" in words
+    assert "the average runs from 70.0 % (1) to 76.7 % (0)" in words
