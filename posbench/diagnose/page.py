@@ -236,9 +236,11 @@ def lines(diagnosis: Diagnosis) -> list[str]:
             f"change of the prompt: not raced, {diagnosis.prompt_changes_note}"
         )
     if diagnosis.winner:
+        held_back = diagnosis.held_back
+        if held_back in diagnosis.headline:
+            held_back = held_back.partition(" (")[0]
         result.append(
-            f"change of the model: {diagnosis.winner}, {_winner_gain(diagnosis)}; on held-back questions: "
-            f"{diagnosis.held_back}"
+            f"change of the model: {diagnosis.winner}, {_winner_gain(diagnosis)}; on held-back questions: {held_back}"
         )
     elif diagnosis.remedies_note:
         result.append(f"change of the model: {diagnosis.remedies_note}")
@@ -259,9 +261,7 @@ def _winner_gain(diagnosis: Diagnosis) -> str:
         if gain.value >= best.ci_low and gain.n == best.n
     ]
     if ties:
-        text += (
-            f" (within the interval of {diagnosis.winner}, a tie: {', '.join(ties)})"
-        )
+        text += f" (a tie, within its interval: {', '.join(ties)})"
     return text
 
 

@@ -231,7 +231,7 @@ def test_a_gain_of_a_diagnosis_has_its_unit_and_its_ties() -> None:
     start = "change of the model:"
     (line,) = (text for text in lines(diagnosis) if text.startswith(start))
     assert "scale_channel, 0.674 [0.474, 0.874] nats per answer token" in line
-    assert "a tie: layer_scaling 0.664)" in line and "moice" not in line
+    assert "within its interval: layer_scaling 0.664)" in line and "moice" not in line
 
 
 def test_a_diagnosis_says_the_illness_before_the_remedy(tmp_path: Path) -> None:
