@@ -125,7 +125,7 @@ def plain_weights(layer, formula: Formula) -> list[Tensor]:
     tokens = len(layer.query[0])
     relative, factor = table_of(formula, tokens)
     weights = []
-    for query, key in zip(layer.query, layer.key, strict=True):
+    for query, key in zip(layer.query.double(), layer.key.double(), strict=True):
         scores = torch.zeros(tokens, tokens)
         for position in relative.unique():
             turned = layer.turn(query, positions=position.expand(tokens))
