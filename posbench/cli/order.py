@@ -284,12 +284,15 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         text = _with_interval(gain, "difference", "difference", "+.1f")
         numbers.append(Number("difference", text, "points"))
     tone: Tone = "open"
+    step = ""
     if verdict == USE:
         tone = "good"
         gained = rows[facts["policy"]]["difference"]
         sentence = f"Use {facts['policy']}: {gained:.1f} points more are right than with the prompts as retrieved"
         if "\n" in facts["recipe"]:
             sentence += "; its code is under Use it"
+        else:
+            step = facts["recipe"]
     elif verdict == LEAVE:
         sentence = "Leave the prompts as they are retrieved: no change of them gains enough to matter"
     elif verdict == CANNOT_DO:
@@ -307,12 +310,11 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         tone,
         f"{sentence}.",
         tuple(numbers),
+        step,
         details=details,
         sample=f"{facts['questions']:,} questions",
         rule=PAIRED if len(numbers) > 1 else "",
     )
-    if verdict == USE and "\n" not in facts["recipe"]:
-        glance = replace(glance, next=facts["recipe"])
     if verdict == CANNOT_TELL:
         # Only right answers, more questions or a larger budget would change the answer.
         command = str(facts["command"])

@@ -114,10 +114,10 @@ def run_glance(folder: Path) -> Glance:
         task = _group(config, "task")
         if found.next.startswith("posbench method="):
             # The best of several on few questions looks better than it is.
-            subject = _without_limit(subject)
+            subject = _without(subject, "task.limit")
             if "seed" in task and not task.get("path"):
-                kept = [arg for arg in subject if not arg.startswith("task.seed=")]
-                subject = [*kept, f"task.seed={task['seed'] + 1}"]
+                seed = f"task.seed={task['seed'] + 1}"
+                subject = [*_without(subject, "task.seed"), seed]
                 purpose += ", on new questions"
         return _with_step(found, " ".join([found.next, *subject]), purpose)
     if "search" in (config.get("stages") or ()) and not facts:
@@ -735,7 +735,7 @@ def _step_after_scores(
         words = ["posbench study=remedies", *subject]
         return " ".join(words), "asks the same questions under every remedy"
     # A diagnosis asks as many questions as it needs; those of this run may be too few.
-    command = " ".join(["posbench diagnose", *_without_limit(subject)])
+    command = " ".join(["posbench diagnose", *_without(subject, "task.limit")])
     if word in (BIAS, NOT_FIXED):
         return command, "looks for where it comes from and what helps"
     if word == CANNOT_TELL:
@@ -777,9 +777,9 @@ def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
     return [shlex.quote(arg) for arg in typed]
 
 
-def _without_limit(subject: Sequence[str]) -> list[str]:
-    """The same without the number of questions."""
-    return [arg for arg in subject if not arg.startswith("task.limit=")]
+def _without(overrides: Sequence[str], key: str) -> list[str]:
+    """The overrides without that of a key."""
+    return [override for override in overrides if not override.startswith(f"{key}=")]
 
 
 # Numbers

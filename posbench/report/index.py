@@ -555,19 +555,17 @@ def legend(table: Table, records: Sequence[Record]) -> str:
 def next_step(records: Sequence[Record]) -> str:
     """The command to run next, and what it does; empty without one.
 
-    It is that after the newest run that is not running; where that one is fixed, after the fixed run with the least
-    position bias.
+    It is that after the newest run that is not running; where that one is fixed, after the fixed run of its model and
+    task with the least position bias.
 
     Args:
         records: The runs, as :func:`records` returns them.
     """
-    fixed = [record for record in records if record["verdict"] == FIXED]
-    least = min(fixed, key=lambda record: record["position_bias"], default=None)
     for newest in records:
-        record, name = newest, newest["run"]
-        if least and newest["verdict"] == FIXED:
-            record, name = least, f"{least['run']}, the fixed run with the least bias"
-        state = record["state"]
+        record = _least_biased_fix(newest, records)
+        state, name = record["state"], record["run"]
+        if record is not newest:
+            name += ", the fixed run with the least bias"
         folder = Path(record["folder"])
         if state in RESUMED:
             command = open_run_dir(folder).command
@@ -585,6 +583,18 @@ def next_step(records: Sequence[Record]) -> str:
             about = f"{name}: {purpose}" if purpose else name
             return f"{command}  (after {about})"
     return ""
+
+
+def _least_biased_fix(run: Record, records: Sequence[Record]) -> Record:
+    """A fixed run becomes the fixed run of its model and task with the least position bias; others stay."""
+
+    def is_fixed(record: Record) -> bool:
+        same = all(record[name] == run[name] for name in ("model", "task"))
+        return same and record["state"] == "done" and record["verdict"] == FIXED
+
+    if not is_fixed(run):
+        return run
+    return min(filter(is_fixed, records), key=lambda record: record["position_bias"])
 
 
 def _lacks_answers(record: Record) -> bool:

@@ -554,7 +554,7 @@ def _sample(
         if any(verdicts.get(run) == verdict for run in setting.runs)
     ]
     text = f"{count} prompts in each setting"
-    if verdict and len(names) < min(len(settings), MAX_NAMED_SETTINGS + 1):
+    if 0 < len(names) <= MAX_NAMED_SETTINGS and len(names) < len(settings):
         text += f"; {verdict}: {', '.join(names)}"
     return text
 

@@ -437,11 +437,16 @@ def test_of_fixed_runs_the_one_with_the_least_bias_goes_on(tmp_path: Path) -> No
             {
                 "run": str(number),
                 "folder": str(folder),
+                "model": "m",
+                "task": "kv_retrieval",
                 "state": "done",
                 "verdict": "fixed",
                 "position_bias": bias,
             }
         )
+    # The bias of another model or task says nothing about this one.
+    found.append(found[1] | {"run": "3", "model": "n", "position_bias": 0.01})
+    found.append(found[1] | {"run": "4", "task": "mmlu", "position_bias": 0.01})
     assert "(after 1, the fixed run with the least bias: " in next_step(found)
     # A newest run that is not fixed comes first.
     found[0]["verdict"] = "not fixed"
