@@ -265,7 +265,7 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
         rotary: Any = rope.rotary_module(fix.lm.model)
         # llama.cpp takes this scaling as a factor of each frequency.
         if getattr(rotary, "rope_type", None) == "llama3":
-            theta = rotary.config.rope_parameters["rope_theta"]
+            theta = rope.own_base(fix.lm.model)
             scaled = rotary.inv_freq.double().cpu()
             count = len(scaled)
             plain = theta ** (-torch.arange(count, dtype=torch.float64) / count)

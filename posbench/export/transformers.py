@@ -21,6 +21,7 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.moice import UNIFORM, MoICE, load_routers
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.methods.rope_base import RopeBase
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.model import families, rope
 from posbench.model.hooks import replace_attribute
@@ -317,6 +318,10 @@ def _attention_buckets(method: AttentionBuckets, lm: LM) -> dict[str, Any]:
     return {"bases": list(method.bases), "mixture": method.mixture}
 
 
+def _rope_base(method: RopeBase, lm: LM) -> dict[str, Any]:
+    return _attention_buckets(AttentionBuckets(bases=(method.base,)), lm)
+
+
 def _ms_poe(method: MsPoE, lm: LM) -> dict[str, Any]:
     """Return the constants of Ms-PoE for the shipped code, as they stand in config.json."""
     rotated = rope.rotated_layers(lm.model)
@@ -358,6 +363,7 @@ SHIPPED_CODE: dict[type[Method], tuple[str, Callable[[Any, LM], dict[str, Any]]]
     LayerScaling: ("layer_scaling", _layer_scaling),
     PositionInterpolation: ("layer_scaling", _position_interpolation),
     AttentionBuckets: ("attention_buckets", _attention_buckets),
+    RopeBase: ("attention_buckets", _rope_base),
     MsPoE: ("by_hand", _ms_poe),
     MoICE: ("by_hand", _moice),
 }

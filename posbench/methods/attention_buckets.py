@@ -11,13 +11,7 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, Self
 
 from posbench.late import Tensor, torch, transformers
-from posbench.methods.base import (
-    CheckpointChange,
-    Method,
-    Needs,
-    bind_call,
-    input_shape,
-)
+from posbench.methods.base import Method, Needs, bind_call, input_shape
 from posbench.model import families, rope
 from posbench.model.hooks import (
     cache_name,
@@ -68,15 +62,6 @@ class AttentionBuckets(Method):
     def neutral(self) -> Self:
         """The model's own base N times, logits mixed."""
         return replace(self, bases=(None,) * len(self.bases), mixture="logits")
-
-    def folded(self, lm: LM) -> CheckpointChange | None:
-        """Return the change of the checkpoint that equals the method: another base. None with several bases."""
-        if len(self.bases) > 1:
-            return None
-        base = self.bases[0]
-        return (
-            CheckpointChange(rope={"rope_theta": base}) if base else CheckpointChange()
-        )
 
     def mix(self, logits: Tensor) -> Tensor:
         """Mix the predictions of the bases into one.

@@ -178,6 +178,12 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     return module
 
 
+def own_base(model: PreTrainedModel) -> float:
+    """Return the base theta of a model whose layers all rotate with the same one."""
+    module: Any = rotary_module(model)
+    return float(module.config.rope_parameters["rope_theta"])
+
+
 def rotated_layers(model: PreTrainedModel) -> list[int]:
     """Return the indices of the layers that rotate queries and keys."""
     if rotary_module(model) is None:

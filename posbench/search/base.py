@@ -314,11 +314,14 @@ class Search(ABC):
         # Without typed values, which the stages that follow use in place of those that were found.
         target = replace(run.method.searched, typed=frozenset())
         method = target.build(self.parameters(block), target, run.method.hint)
-        unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
+        rows_file = held_back.HELD_BACK_ROWS_FILE
+        unmodified = self.measure_under(
+            run, UNMODIFIED, Unmodified(), batches, rows_file
+        )
         keeps_unmodified = method == method.neutral()
         searched = unmodified
         if not keeps_unmodified:
-            searched = self._measure_under(run, "found", method, batches)
+            searched = self.measure_under(run, "found", method, batches, rows_file)
         facts = held_back.gain_facts(
             self.measure,
             [searched[example.id] for example in examples],
@@ -330,10 +333,15 @@ class Search(ABC):
             facts |= {"gain": 0.0, "ci_low": 0.0, "ci_high": 0.0}
         return facts
 
-    def _measure_under(
-        self, run: Run, name: str, method: Method, batches: list[list[Example]]
+    def measure_under(
+        self,
+        run: Run,
+        name: str,
+        method: Method,
+        batches: list[list[Example]],
+        file: str,
     ) -> dict[str, float]:
-        """Measure held-back prompts under a method, with the other methods of a list; resumed.
+        """Measure prompts under a method, with the other methods of a list; resumed.
 
         Rows that an interrupted session left are kept where they carry the run's digest of what was computed.
 
@@ -342,6 +350,7 @@ class Search(ABC):
             name: Name of the method in the rows.
             method: The method, in the place that the search serves: one of a list of methods, or the only one.
             batches: The prompts.
+            file: The file of the rows.
 
         Returns:
             The measure of each prompt, by its id.
@@ -353,12 +362,13 @@ class Search(ABC):
         def compute(batch: Sequence[Example]) -> list[Row]:
             return [{"value": value} for value in self.measure_batch(run, batch)]
 
-        label = f"search: check, {name}"
+        is_check = file == held_back.HELD_BACK_ROWS_FILE
+        label = f"search: {'check, ' if is_check else ''}{name}"
         whole_method = run.method.with_target(method)
         proof = {COMPUTATION: computation_digest(run, whole_method)}
         with whole_method.applied(run.lm):
             rows = run.rows.complete(
-                held_back.HELD_BACK_ROWS_FILE,
+                file,
                 label,
                 batches,
                 key,

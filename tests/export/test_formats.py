@@ -15,12 +15,12 @@ from posbench.errors import UserError
 from posbench.export import base, checkpoint, lora
 from posbench.export.fold import scaled_weights
 from posbench.methods import Method
-from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.moice import MoICE
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.methods.rope_base import RopeBase
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.model.load import load
 from tests.messages import refused
@@ -29,7 +29,7 @@ from tests.rounding import assert_same, family_noise, log_probabilities
 
 SCALED = ScaleChannel(channel=(3, 7), factor=-1.5, layers=(1, 3), last="all")
 INTERPOLATED = PositionInterpolation(scale=1.7)
-OTHER_BASE = AttentionBuckets(bases=(20000.0,))
+OTHER_BASE = RopeBase(base=20000.0)
 BOTH = Composed(parts={"position_interpolation": INTERPOLATED, "scale_channel": SCALED})
 RANKS = Composed(
     parts={

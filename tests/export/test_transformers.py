@@ -21,6 +21,7 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.moice import MoICE, new_routers, save_routers
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.methods.rope_base import RopeBase
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
@@ -49,6 +50,7 @@ METHODS: dict[str, Method] = {
     "bases, probabilities": AttentionBuckets(
         bases=(10000.0, 25000.0), mixture="probabilities"
     ),
+    "another base": RopeBase(base=500.0),
     "even mixture": MoICE(weights="uniform", bases=(10000.0, None, 25000.0), top_k=3),
 }
 SAMPLE = ("llama", "gemma3", "phi3-longrope", "falcon-7b", "mpt-clip")

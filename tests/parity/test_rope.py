@@ -17,6 +17,7 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.moice import MoICE
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.methods.rope_base import RopeBase
 from posbench.model.hooks import replace_attribute
 from posbench.search.gradient import answer_loss
 from tests.messages import refused
@@ -337,6 +338,27 @@ def test_buckets_equal_stock_models_of_each_base(name, mixture):
         ].abs().max() > 1e-3, "the bases have no effect to test"
 
 
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-gqa", "mistral-window", "qwen3", "phi3-partial", "falcon"]
+)
+def test_another_base_equals_a_stock_model_of_that_base(name: str) -> None:
+    model = build(name)
+    lm = posbench.load(model)
+    for padded in (False, True):
+        ids, mask = prompts(padded)
+        prefill, steps, tokens = through_posbench(lm, RopeBase(base=500.0), ids, mask)
+        whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
+        expected = posbench.load(with_base(model, 500.0)).logits(tokens, whole)
+        noise = family_noise(name)
+        assert_same(
+            prefill[mask.bool()], expected[:, :PROMPT][mask.bool()], noise, "logits"
+        )
+        assert_same(steps, expected[:, PROMPT - 1 : -1], noise, "logits")
+        own = lm.logits(tokens, whole)
+        effect = (expected - own)[whole.bool()].abs().max()
+        assert effect > 100 * SLACK * noise, "the base has no effect to test"
+
+
 def test_buckets_in_turn_hold_the_activations_of_one_and_the_cache_of_all():
     model = build("mistral-window")
     rows = []
@@ -467,6 +489,7 @@ def test_attention_under_buckets_is_that_of_all_bases(batch_tokens):
         LayerScaling(scales=SCALES),
         PositionInterpolation(scale=1.6),
         AttentionBuckets(bases=BASES),
+        RopeBase(base=500.0),
     ],
 )
 def test_restored_after_an_exception(method):
@@ -491,6 +514,7 @@ def test_restored_after_an_exception(method):
         LayerScaling(scales=SCALES),
         PositionInterpolation(scale=1.6),
         AttentionBuckets(bases=BASES),
+        RopeBase(base=500.0),
     ],
 )
 def test_models_without_rope_are_refused_in_words(name, method):
