@@ -49,6 +49,7 @@ from posbench.methods.base import Method
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.methods.composed import Composed
 from posbench.model.encode import Encoder
+from posbench.model.lm import LM
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import folder_name, read_flags
 from posbench.pipeline.budget import suggested_budget
@@ -69,7 +70,7 @@ from posbench.run.lease import owning
 from posbench.run.progress import duration, progress
 from posbench.run.rows import ResumableRows
 from posbench.run.sequential import ShapeRule
-from posbench.schema import MAX_COUNT, override_text
+from posbench.schema import MAX_COUNT, override_text, required_fields
 from posbench.search.base import FOUND_FILE
 from posbench.stats import outcomes
 from posbench.stats.bootstrap import Array, Estimate
@@ -157,8 +158,12 @@ MIN_HELD_BACK = 30
 """Held-back questions at each position, where time allows."""
 MIN_SEARCH_SECONDS = 60.0
 """Least time left for which a search of a method's constants starts."""
-SEARCH_COST_PROMPTS = 300
-"""Cost of a search in prompts, roughly, measured on SmolLM2-135M."""
+SEARCHES: Mapping[str, tuple[str, int, Sequence[str]]] = {
+    "rope_base": ("bases", 160, ()),
+    "scale_channel": ("channel", 300, ("search.strings=100",)),
+}
+"""By method that may lack its constants: its search, the cost of that in prompts (about; measured on SmolLM2-135M), and
+its settings. The cheap one comes first."""
 OWN_KEYS = ("stages", "study", "experiment", "search", "runtime.until")
 """Keys that a diagnosis sets itself."""
 
@@ -821,12 +826,17 @@ class Course:
         config = self.runs.prepare(part_overrides, in_process=True)
         folders = paths.config_folders(read_flags(self.args).config_dir)
         choices = all_choices(folders, config.model.blocks)
-        choice = choices["scale_channel"]
-        if choice.values.get("channel") is None:
-            constants = self._search(num_held_back)
+        for name in SEARCHES:
+            choice = choices[name]
+            needed = required_fields(choice.cls)
+            if all(choice.values.get(key) is not None for key in needed):
+                continue
+            if not _fits(choice, self.runs.lm):
+                continue
+            constants = self._search(name, num_held_back)
             values = {k: v for k, v in constants.items() if k in choice.values}
-            choices["scale_channel"] = MethodChoice(
-                name=choice.name, cls=choice.cls, values={**choice.values, **values}
+            choices[name] = MethodChoice(
+                name=name, cls=choice.cls, values={**choice.values, **values}
             )
         return choices
 
@@ -843,30 +853,36 @@ class Course:
         ]
         return [f"method={choice.name}", *constants]
 
-    def _search(self, num_held_back: int) -> Mapping[str, Any]:
-        """Search for constants of scale_channel; return them, or nothing where there is no time for a search.
+    def _search(self, name: str, num_held_back: int) -> Mapping[str, Any]:
+        """Search for constants of a method; return them, or nothing where there is no time for a search.
 
         A budget that is not a time leaves none.
 
         Args:
+            name: The method, of :data:`SEARCHES`.
             num_held_back: Questions to evaluate, which the search must leave alone.
         """
         left = self.allowance.left(END_SHARES["remedies"])
         if not self.allowance.is_time:
             return {}
-        needed = SEARCH_COST_PROMPTS * self._measured_cost_of_prompt()
+        search, prompts, settings = SEARCHES[name]
+        needed = prompts * self._measured_cost_of_prompt()
         if left < max(needed, MIN_SEARCH_SECONDS):
             return {}
         part_overrides = [
-            "method=scale_channel",
-            "search=channel",
-            "search.strings=100",
+            f"method={name}",
+            f"search={search}",
+            *settings,
             f"task.limit={num_held_back}",
             "task.calibration_examples=16",
         ]
         try:
             folder = self.runs.execute(
-                "search", part_overrides, method="", stages="search", in_process=True
+                f"search of {name}",
+                part_overrides,
+                method="",
+                stages="search",
+                in_process=True,
             )
         except UserError as error:
             self.console.print(f"search: {error}", markup=False)
@@ -874,7 +890,7 @@ class Course:
         found: dict[str, dict[str, Any]] = read_yaml(
             folder / FOUND_FILE, dict[str, dict[str, Any]], hint=CORRECT_FILE
         )
-        return found["scale_channel"]
+        return found[name]
 
     # Sizes
 
@@ -1188,6 +1204,15 @@ def _refuse_own_keys(overrides: Sequence[str]) -> None:
         if key in OWN_KEYS:
             allowed = "left out: a diagnosis chooses it"
             raise UserError(key, value, allowed, f"leave {key} out")
+
+
+def _fits(choice: MethodChoice, lm: LM) -> bool:
+    """Whether a method runs on a model, whatever its constants."""
+    try:
+        choice.cls.example(lm).check(lm)
+    except UserError:
+        return False
+    return True
 
 
 def _ends_and_middle(positions: Sequence[int]) -> list[int]:

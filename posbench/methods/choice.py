@@ -78,6 +78,11 @@ class MethodChoice:
             parts=parts,
         )
 
+    @classmethod
+    def listed(cls, parts: Mapping[str, MethodChoice], name: str) -> MethodChoice:
+        """Return the choice of several methods at once, the outermost first."""
+        return cls(name=name, cls=Composed, values={}, parts=dict(parts))
+
     @property
     def classes(self) -> list[type[Method]]:
         """The classes of the method and of its parts."""

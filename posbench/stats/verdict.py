@@ -158,12 +158,16 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
             NOT_FIXED, f"{method} lowers the average by {_points(-gain.value)} points"
         )
     was = f"position bias {_points(before.value)} points{_side(metrics, base)}"
+    shortfall = _shortfall(metrics, method)
+    # The standard deviation of three or more scores between 1 - d and 1 is at most d / sqrt(3).
+    is_fixed = shortfall / math.sqrt(3) < FIXED_SHARE * before.ci_low
     if obstacle.startswith("at the ceiling"):
-        # The standard deviation of three or more scores between 1 - d and 1 is at most d / sqrt(3).
-        largest_after = _shortfall(metrics, method) / math.sqrt(3)
-        is_fixed = largest_after < FIXED_SHARE * before.ci_low
         name = FIXED if is_fixed else CANNOT_TELL
         return Verdict(name, f"{was}; {method} is {obstacle}")
+    if obstacle and is_fixed:
+        # Too few questions to see a small bias that may be left, but enough to see that most of it is gone.
+        left = f"{method} surely answers more than {100 * (1 - shortfall):.0f} % at every position"
+        return Verdict(FIXED, f"{was}; {left}")
     if obstacle.startswith("at the floor"):
         # That the average falls for sure was looked at above.
         return Verdict(CANNOT_TELL, f"{was}; {method} is {obstacle}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -84,6 +86,8 @@ COLUMNS = [
     "note",
 ]
 """Columns of ``remedies.csv``."""
+TOGETHER = " + "
+"""Between the names of methods that are applied together."""
 ALIKE = 1.0
 """Points within which remedies are alike; of these the cheapest is named."""
 NAME_SPACE = 0.6
@@ -99,7 +103,7 @@ class Remedies(TimingStudy):
     included, all remedies in turn in this one run.
 
     Attributes:
-        methods: Names of methods; empty: all.
+        methods: Names of methods, or lists of names, whose methods are applied together; empty: all, each alone.
         examples: Examples per gold position at most; None is all of the task.
         timed: Prompts that are timed.
         clock: Of the times; a GPU is always timed by the wall clock.
@@ -112,7 +116,7 @@ class Remedies(TimingStudy):
     caption: ClassVar[str] = ""
 
     clock: Literal["wall", "processor"] = "processor"
-    methods: tuple[str, ...] = ()
+    methods: tuple[str | tuple[str, ...], ...] = ()
     examples: Several | None = None
     timed: Count = 2
 
@@ -122,7 +126,7 @@ class Remedies(TimingStudy):
 
     def check(self, run: Run) -> None:
         """Refuse methods that do not exist, and a task that moves no gold item."""
-        for name in self.methods:
+        for name in chain.from_iterable(map(_names, self.methods)):
             if name not in run.all_methods:
                 allowed = ", ".join(run.all_methods)
                 hint = "posbench ls methods describes them"
@@ -140,7 +144,7 @@ class Remedies(TimingStudy):
     def workload(self, run: Run) -> list[InspectionPasses]:
         """Return the replies under all remedies, those that turn out not to apply among them, and the timed ones."""
         asked = first_examples(run.evaluation, self.examples)
-        remedies = 1 + len(self.methods or run.all_methods)
+        remedies = 1 + len(self._choices(run))
         times = remedies * (self.repeats + 1)
         return [
             InspectionPasses(asked, times=0, replies=remedies),
@@ -159,7 +163,8 @@ class Remedies(TimingStudy):
         encoded = run.prompts.encode(asked)
         longest = max(len(prompt.ids) for prompt in encoded.values())
         num_tokens = longest + run.task.max_new_tokens
-        methods, left_out = self._applicable(run, asked, num_tokens)
+        choices = self._choices(run)
+        methods, left_out = _applicable(run, choices, asked, num_tokens)
         rows = scored_replies(run, PREDICTIONS, methods, encoded, examples=asked)
         metric = run.task.metric
         scores = {name: _scores(rows[name], metric) for name in methods}
@@ -170,7 +175,7 @@ class Remedies(TimingStudy):
         notes = {name: _missing_note(run, rows[name]) for name in methods}
         # Without answers of the unmodified model there is nothing to compare.
         costs = {} if notes[UNMODIFIED] else self._costs(run, asked, methods)
-        for name, method in methods.items():
+        for name in methods:
             note = notes[UNMODIFIED] or notes[name]
             if note:
                 left_out[name] = note
@@ -187,9 +192,7 @@ class Remedies(TimingStudy):
             table.append(
                 {
                     "method": name,
-                    "changes": "prompt"
-                    if isinstance(method, PromptChange)
-                    else "model",
+                    "changes": _changes(choices[name]) if name in choices else "",
                     **_columns("accuracy", bootstrap.mean([*own.values()], [*own])),
                     **_columns("difference", gain),
                     "worst": worst["accuracy"],
@@ -207,44 +210,14 @@ class Remedies(TimingStudy):
         remedies = pd.DataFrame(table).reindex(columns=COLUMNS)
         return {"remedies": remedies, "curves": pd.DataFrame(curves)}
 
-    def _applicable(
-        self, run: Run, asked: Sequence[Example], num_tokens: int
-    ) -> tuple[dict[str, Method], dict[str, str]]:
-        """The methods that fit model and task, the unmodified model first, and the reasons against the others.
-
-        Args:
-            run: The run.
-            asked: The examples.
-            num_tokens: Tokens of the longest prompt with its reply.
-        """
-        methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
-        left_out: dict[str, str] = {}
-        name_of_prompts = {tuple(e.prompt for e in asked): UNMODIFIED}
-        is_ordered = ranks_items(run.task, asked)
-        for name in self.methods or run.all_methods:
-            try:
-                method = run.all_methods[name].build()
-                method.check(run.lm)
-                unchanged = method.unchanged_length(run.lm)
-                if num_tokens <= unchanged:
-                    left_out[name] = f"changes texts of more than {unchanged} tokens"
-                    continue
-                if isinstance(method, PromptChange):
-                    if method.uses_order() and not is_ordered:
-                        left_out[name] = UNRANKED
-                        continue
-                    rewritten = run.prompts.rewrite(asked, method)
-                    prompts = tuple(example.prompt for example in rewritten)
-                    first = name_of_prompts.setdefault(prompts, name)
-                    if first != name:
-                        same = first.replace(UNMODIFIED, "the unmodified ones")
-                        left_out[name] = f"the same prompts as {same}"
-                        continue
-            except UserError as error:
-                left_out[name] = f"{error.field}: {error.allowed}"
-                continue
-            methods[name] = method
-        return methods, left_out
+    def _choices(self, run: Run) -> dict[str, MethodChoice]:
+        """The methods to ask, by name; those of a list together."""
+        choices = {}
+        for names in map(_names, self.methods or run.all_methods):
+            parts = {name: run.all_methods[name] for name in names}
+            name = TOGETHER.join(parts)
+            choices[name] = parts.get(name) or MethodChoice.listed(parts, name)
+        return choices
 
     def _costs(
         self, run: Run, asked: Sequence[Example], methods: Mapping[str, Method]
@@ -335,7 +308,7 @@ class Remedies(TimingStudy):
             "good",
             f"Try {name} first: {effect}{tie}.",
             numbers,
-            f"posbench method={name}",
+            shlex.join(["posbench", f"method={_typed(name)}"]),
             "measures what it leaves of the position bias",
             details,
             sample=f"{best['n']:.0f} prompts under each of {len(raced)} remedies",
@@ -388,6 +361,76 @@ class Remedies(TimingStudy):
             "worse than it, and than which no other is both better and cheaper."
         )
         return {"remedies": (_draw(drawn), caption)}
+
+
+def _applicable(
+    run: Run,
+    choices: Mapping[str, MethodChoice],
+    asked: Sequence[Example],
+    num_tokens: int,
+) -> tuple[dict[str, Method], dict[str, str]]:
+    """The methods that fit model and task, the unmodified model first, and the reasons against the others.
+
+    Args:
+        run: The run.
+        choices: The methods by name.
+        asked: The examples.
+        num_tokens: Tokens of the longest prompt with its reply.
+    """
+    methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
+    left_out: dict[str, str] = {}
+    name_of_prompts = {tuple(e.prompt for e in asked): UNMODIFIED}
+    is_ordered = ranks_items(run.task, asked)
+    for name, choice in choices.items():
+        try:
+            method = choice.build()
+            method.check(run.lm)
+            unchanged = method.unchanged_length(run.lm)
+            if num_tokens <= unchanged:
+                left_out[name] = f"changes texts of more than {unchanged} tokens"
+                continue
+            if (
+                any(cls.uses_order() for cls in _prompt_changes(choice))
+                and not is_ordered
+            ):
+                left_out[name] = UNRANKED
+                continue
+            if choice.changes_prompts_alone:
+                rewritten = run.prompts.rewrite(asked, method)
+                prompts = tuple(example.prompt for example in rewritten)
+                first = name_of_prompts.setdefault(prompts, name)
+                if first != name:
+                    same = first.replace(UNMODIFIED, "the unmodified ones")
+                    left_out[name] = f"the same prompts as {same}"
+                    continue
+        except UserError as error:
+            left_out[name] = f"{error.field}: {error.allowed}"
+            continue
+        methods[name] = method
+    return methods, left_out
+
+
+def _names(entry: str | Sequence[str]) -> Sequence[str]:
+    """The names of an entry of ``study.methods``."""
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def _typed(name: str) -> str:
+    """The name of a remedy as a value of ``method``."""
+    names = name.split(TOGETHER)
+    return name if len(names) == 1 else f"[{','.join(names)}]"
+
+
+def _prompt_changes(choice: MethodChoice) -> list[type[PromptChange]]:
+    """The classes of the method and of its parts that change the prompt."""
+    return [cls for cls in choice.classes if issubclass(cls, PromptChange)]
+
+
+def _changes(choice: MethodChoice) -> str:
+    """What a method changes: the prompt, the model, or both."""
+    if choice.changes_prompts_alone:
+        return "prompt"
+    return "prompt and model" if _prompt_changes(choice) else "model"
 
 
 def _empty_glance(table: pd.DataFrame) -> Glance:

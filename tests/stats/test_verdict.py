@@ -101,6 +101,8 @@ def simulated_metrics(
         (300, {"none": ONE_LOST}, BIAS),
         (100, {"none": MIDDLE_LOST}, BIAS),
         (100, {"none": MIDDLE_LOST, "x": SOLVED}, FIXED),
+        (40, {"none": MIDDLE_LOST, "x": SOLVED}, FIXED),
+        (6, {"none": MIDDLE_LOST, "x": SOLVED}, CANNOT_TELL),
         (300, {"none": MIDDLE_LOST, "x": (0.9, 0.85, 0.85, 0.85, 0.9)}, FIXED),
         (300, {"none": MIDDLE_LOST, "x": MIDDLE_LOST}, NOT_FIXED),
         (300, {"none": MIDDLE_LOST, "x": (0.9, 0.55, 0.35, 0.55, 0.9)}, NOT_FIXED),
@@ -181,6 +183,14 @@ def test_a_fix_at_the_ceiling_is_as_sure_as_another() -> None:
     nearly_solved = (0.98, 0.98, 0.98, 0.98, 0.98)
     assert verdict_of(100, none=before, x=nearly_solved).name == CANNOT_TELL
     assert verdict_of(600, none=before, x=nearly_solved).name == FIXED
+
+
+@pytest.mark.parametrize("questions", [15, 30, 72])
+def test_half_a_fix_near_the_ceiling_is_hardly_called_one(questions: int) -> None:
+    """Too few questions to tell a score from 100 %: only the lowest that it may be says what is left."""
+    before, after = (1.0, 0.6, 0.4, 0.6, 1.0), (1.0, 0.8, 0.7, 0.8, 1.0)
+    verdicts = [verdict_of(questions, n, none=before, x=after) for n in range(40)]
+    assert [verdict.name for verdict in verdicts].count(FIXED) <= 2
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 0.95])

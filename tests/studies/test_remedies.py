@@ -14,6 +14,7 @@ import pytest
 import scipy.stats
 
 from posbench.stats import bootstrap
+from posbench.stats.frames import UNMODIFIED
 from posbench.studies.remedies import (
     Remedies,
     _front,
@@ -71,6 +72,68 @@ def test_numbers_are_those_of_the_rows(
     # What stands in the prompt twice is read twice.
     tokens = table["tokens"].replace("", np.nan).astype(float)
     assert 1.8 * tokens["none"] < tokens["documents_twice"] < 2.1 * tokens["none"]
+
+
+def test_methods_of_a_list_are_applied_together(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """A question before the prompt with a channel scaled: the replies are those of a run under both."""
+    small = ("task.limit=4", "task.pairs=12", "task.positions=[0%,50%,100%]")
+    both = "[question_first_and_last,scale_channel]"
+    result = posbench(
+        "study=remedies",
+        *small,
+        f"study.methods=[scale_channel,{both},[best_first,scale_channel]]",
+        "study.repeats=1",
+        "study.timed=1",
+    )
+    assert result.status == 0, result.err
+    (folder,) = outputs.glob("remedies/v*/*__*")
+    name = "question_first_and_last + scale_channel"
+    table = pd.read_csv(folder / "remedies.csv", keep_default_na=False)
+    table = table.set_index("method")
+    assert table.loc[[name, "scale_channel"], "changes"].tolist() == [
+        "prompt and model",
+        "model",
+    ]
+    assert table.loc["best_first + scale_channel", "verdict"] == "left out"
+    replies = {}
+    for line in (folder / "predictions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        replies[row["method"], row["id"]] = row["output"]
+    assert posbench(f"method={both}", *small, "stages=[evaluate]").status == 0
+    (run,) = outputs.glob("kv_retrieval/v*/*__*")
+    compared = 0
+    for line in (run / "predictions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["method"] != "none":
+            assert replies[name, row["id"]] == row["output"]
+            compared += 1
+    assert compared == 12
+
+
+@pytest.mark.parametrize(
+    ("best", "step"),
+    [
+        ("rope_base", "posbench method=rope_base"),
+        (
+            "recite + rope_base",
+            "posbench 'method=[recite,rope_base]'",
+        ),
+    ],
+)
+def test_the_next_step_names_the_methods_of_the_best_remedy(
+    best: str, step: str
+) -> None:
+    rows = [
+        {"method": UNMODIFIED, "difference": 0.0, "verdict": ""},
+        {"method": best, "difference": 20.0, "verdict": "helps"},
+    ]
+    common = {"difference_low": 9.0, "difference_high": 30.0, "time": 1.0, "n": 40}
+    common |= {"time_low": 0.9, "time_high": 1.1}
+    table = pd.DataFrame([{**common, **row} for row in rows])
+    glance = Remedies().glance({"remedies": table})
+    assert glance is not None and glance.next == step
 
 
 def test_a_budget_asks_fewer_questions_of_every_remedy(

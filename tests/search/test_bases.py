@@ -1,0 +1,76 @@
+"""The search for a RoPE base, against stock models with that base in their config."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+import posbench as package
+from posbench.measure.replies import encode_with_answer
+from tests.conftest import Result, config_of, run_folders
+
+SEARCH = (
+    "model=tiny",
+    "method=rope_base",
+    "search=bases",
+    "stages=[search,evaluate]",
+    "task.limit=10",
+    "search.factors=[0.1,1.0,30.0]",
+    "task.calibration_examples=18",
+)
+
+
+def stock_loss(base: float, prompts: list[tuple[list[int], list[int]]]) -> float:
+    """Mean loss of answers, in nats per token, under a stock model with another base in its config."""
+    model = package.load("tiny").model
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
+    stock = type(model)(config).eval()
+    stock.load_state_dict(model.state_dict())
+    losses = []
+    for prompt, answer in prompts:
+        with torch.no_grad():
+            logits = stock(torch.tensor([prompt + answer])).logits[0]
+        own = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        losses.append(-own[range(len(answer)), answer].mean().item())
+    return sum(losses) / len(losses)
+
+
+def test_the_base_with_the_likeliest_answers_is_found_and_used(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """Bases 1,000 and 300,000 beside tiny's own of 10,000, which a factor of 1 names again."""
+    result = posbench(*SEARCH)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    table = pd.read_csv(folder / "search.csv").set_index("base")
+    assert list(table.index) == [1000, 10000, 300000]
+    examples = config_of(*SEARCH).task.examples("calibration")
+    lm = package.load("tiny")
+    prompts = [encode_with_answer(lm, example) for example in examples]
+    for base, row in table.iterrows():
+        assert row["loss"] == pytest.approx(stock_loss(base, prompts), abs=1e-4)
+        assert row["fall"] == pytest.approx(
+            table["loss"][10000] - row["loss"], abs=1e-6
+        )
+    found = yaml.safe_load((folder / "found.yaml").read_text())["rope_base"]
+    assert found["base"] == table["loss"].idxmin() == 300000
+    assert found["held_back"]["ci_low"] > 0
+    metrics = pd.read_csv(folder / "metrics.csv")
+    gain = metrics[
+        (metrics["metric"] == "accuracy_difference") & (metrics["depth"].isna())
+    ]
+    assert gain["value"].item() > 0
+    assert "base 300000.0" in result.out
+
+
+def test_the_models_own_base_is_kept_where_no_other_is_better(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    result = posbench(*SEARCH, "stages=[search]", "search.factors=[0.01]")
+    assert result.status == 0, result.err
+    assert "it is the model's own, and no other one is better" in result.out
