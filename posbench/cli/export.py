@@ -24,6 +24,8 @@ from posbench.files.digests import Content, read_contents
 from posbench.files.parse import Object, read_yaml
 from posbench.files.secrets import without_typed_secrets
 from posbench.methods.base import Method
+from posbench.methods.choice import MethodChoice
+from posbench.methods.prompt_change import PromptChange
 from posbench.model.load import load, read_checkpoint
 from posbench.pipeline.compose import compose_one, compose_record
 from posbench.pipeline.config import Config, check_config
@@ -96,7 +98,7 @@ def export(args: list[str]) -> int:
     folder = Path(out).expanduser().absolute()
     write.check_destination(folder)
     origin = _origin(remaining, outputs)
-    config = origin.config
+    config, changes = _split_prompt_changes(origin.config)
     if not forced:
         _need_model_that_does_the_task(origin)
     silence_transformers()
@@ -119,6 +121,10 @@ def export(args: list[str]) -> int:
     verdict = str(origin.verdict or "")
     is_fix = origin.verdict is not None and origin.verdict.name == FIXED
     gain = origin.gain
+    if verdict and changes:
+        # The files alone are not what the run evaluated.
+        is_fix = False
+        verdict += f" (with {', '.join(changes)} as well)"
     if method != requested:
         # The run evaluated another method than the files hold.
         is_fix = False
@@ -149,6 +155,7 @@ def export(args: list[str]) -> int:
         base=[content.fact for content in contents],
         versions=_versions("torch", "transformers", form.package),
         weights=fix.weights,
+        prompt_changes=list(changes.values()),
     )
     prompts = write.comparison_prompts(run)
     comparison = write.write(form, fix, facts, prompts, folder)
@@ -157,6 +164,9 @@ def export(args: list[str]) -> int:
         Text(f"{folder}: how to load it stands in {folder / write.CARD}"),
         soft_wrap=True,
     )
+    for name, recipe in changes.items():
+        line = f"files hold no prompts, so make {name} where you make yours:"
+        console.print(Text(f"{line}\n{recipe}"), soft_wrap=True)
     return 0
 
 
@@ -253,6 +263,10 @@ def _origin(arguments: list[str], outputs: Path) -> Origin:
     """The fix that overrides describe, or that a run in a folder of outputs found."""
     if "=" in arguments[0]:
         return Origin(_config_of_overrides(arguments))
+    if len(arguments) > 1:
+        allowed = "one run alone, or overrides alone"
+        hint = f"leave out {' '.join(arguments[1:])}"
+        raise UserError("export", " ".join(arguments), allowed, hint)
     return _origin_of_run(find_run(arguments[0], outputs))
 
 
@@ -358,6 +372,30 @@ def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config
         raise UserError("recorded config", list(raw), allowed, hint)
     groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
     return check_config(compose_record({**groups, "stages": ["evaluate"]}, folders))
+
+
+def _split_prompt_changes(config: Config) -> tuple[Config, dict[str, str]]:
+    """Take the methods that change the prompt alone out of a list that also changes the model.
+
+    Returns:
+        The config with the others, and the recipe of each that was taken out, by its name.
+    """
+    parts = config.choice.parts
+    kept = {k: part for k, part in parts.items() if not part.changes_prompts_alone}
+    recipes = {
+        name: method.recipe or f"posbench method={name} shows it"
+        for name, part in parts.items()
+        if name not in kept and isinstance(method := part.build(), PromptChange)
+    }
+    if not kept or not recipes:
+        return config, {}
+    nodes = {name: config.raw["method"]["parts"][name] for name in kept}
+    node = {**config.raw["method"], "name": "-".join(kept), "parts": nodes}
+    if len(nodes) == 1:
+        ((name, only),) = nodes.items()
+        node = {"name": name, **only}
+    raw = {**config.raw, "method": node}
+    return replace(config, raw=raw, choice=MethodChoice.of(node)), recipes
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:

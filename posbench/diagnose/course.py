@@ -31,6 +31,7 @@ from posbench.diagnose.race import (
     FIRST_ROUND,
     applicable_methods,
     hopeful_methods,
+    lead_over,
     race,
     winner_of,
 )
@@ -47,7 +48,6 @@ from posbench.files.secrets import without_typed_secrets
 from posbench.measure.replies import encode_prompt
 from posbench.methods.base import Method
 from posbench.methods.choice import MethodChoice, all_choices
-from posbench.methods.composed import Composed
 from posbench.model.encode import Encoder
 from posbench.model.lm import LM
 from posbench.perturbations.move_positions import can_move
@@ -154,8 +154,10 @@ PROMPT_OVERRIDES = ("study=order", "study.probes=0")
 """The study that races changed prompts."""
 RACE_PROMPTS = 48
 """Calibration prompts of the race, in a default budget."""
+HELD_BACK = 75
+"""Held-back questions at each position, where data and time allow; from 73 on, all right surely means over 95 %."""
 MIN_HELD_BACK = 30
-"""Held-back questions at each position, where time allows."""
+"""Held-back questions at each position of a smaller file."""
 MIN_SEARCH_SECONDS = 60.0
 """Least time left for which a search of a method's constants starts."""
 SEARCHES: Mapping[str, tuple[str, int, Sequence[str]]] = {
@@ -164,6 +166,8 @@ SEARCHES: Mapping[str, tuple[str, int, Sequence[str]]] = {
 }
 """By method that may lack its constants: its search, the cost of that in prompts (about; measured on SmolLM2-135M), and
 its settings. The cheap one comes first."""
+QUESTION_FIRST = "question_first_and_last"
+"""The change of the prompt that is tried together with the best method: it costs hardly any tokens."""
 OWN_KEYS = ("stages", "study", "experiment", "search", "runtime.until")
 """Keys that a diagnosis sets itself."""
 
@@ -662,8 +666,9 @@ class Course:
             diagnosis.remedies_note = "nothing is left of the budget"
             return
         remedies = self._race(methods, split.examples)
-        diagnosis.remedies = [*remedies, *left_out]
         diagnosis.winner = winner_of(remedies)
+        together = self._with_question_first(choices, methods, remedies, split.examples)
+        diagnosis.remedies = [*together, *remedies, *left_out]
         if diagnosis.winner:
             self._hold_back(choices[diagnosis.winner], split.num_held_back)
             return
@@ -682,6 +687,48 @@ class Course:
                 note += ", and none closes a third of the gap between the best and the worst gold position"
         diagnosis.remedies_note = note
 
+    def _with_question_first(
+        self,
+        choices: dict[str, MethodChoice],
+        methods: Mapping[str, Method],
+        remedies: Sequence[Remedy],
+        examples: Sequence[Example],
+    ) -> list[Remedy]:
+        """Race the best method of the model with the question before the prompt as well, which costs few tokens.
+
+        On both real models of docs/remedies.md the two do more together than either alone. The pair becomes the winner
+        where it is surely better than the method alone.
+
+        Args:
+            choices: The methods by name; the pair is added.
+            methods: Those that were raced.
+            remedies: What is known of them, the best first.
+            examples: The prompts of the race.
+
+        Returns:
+            What is known of the pair; empty where there is none.
+        """
+        is_typed = any(key.startswith("method") for key in self.runs.typed_keys)
+        hopeful = hopeful_methods(remedies, None)
+        best = self.diagnosis.winner or (hopeful[0] if hopeful else "")
+        if is_typed or not best:
+            return []
+        parts = {name: choices[name] for name in (QUESTION_FIRST, best)}
+        name = "-".join(parts)
+        pair = MethodChoice.listed(parts, name)
+        contestants = {best: methods[best], name: pair.build()}
+        try:
+            raced = self._race(contestants, examples)
+        except UserError:
+            return []  # the prompts have no question that could come first
+        lead = lead_over(name, best, self._race_folder(), examples)
+        together = [remedy for remedy in raced if remedy.name == name]
+        if lead.ci_low > 0 and winner_of(together):
+            choices[name] = pair
+            self.diagnosis.winner = name
+            self.diagnosis.winner_changes = "the prompt and the model"
+        return together
+
     def _race(
         self, methods: Mapping[str, Method], examples: Sequence[Example]
     ) -> list[Remedy]:
@@ -698,8 +745,6 @@ class Course:
         """
         lm = self.runs.lm
         allowance = self.allowance
-        config = self.runs.prepare(["task.limit=1"], in_process=True)
-        model = identity(config, run_contents(config))
 
         @contextmanager
         def show_progress(
@@ -725,11 +770,18 @@ class Course:
         with owning(self.folder), self.runs.counted("remedies", lm):
             return race(
                 lm,
+                self.task,
                 methods,
                 examples,
-                ResumableRows(RunDir(self.folder, short_hash(model)), show_progress),
+                ResumableRows(self._race_folder(), show_progress),
                 is_over=lambda: allowance.left(END_SHARES["remedies"]) <= 0,
             )
+
+    def _race_folder(self) -> RunDir:
+        """The folder with the rows of the race, which belong to these weights."""
+        config = self.runs.prepare(["task.limit=1"], in_process=True)
+        model = identity(config, run_contents(config))
+        return RunDir(self.folder, short_hash(model))
 
     def _split_for_race(self) -> RaceSplit:
         """Return the questions of the race, and the number of others left for the winner.
@@ -746,7 +798,7 @@ class Course:
         if typed_count:
             num_prompts = min(num_prompts, typed_count)
         try:
-            most = max(self.diagnosis.shape.questions, MIN_HELD_BACK)
+            most = max(self.diagnosis.shape.questions, HELD_BACK)
             split = self._split(num_prompts, self._typed_limit(most))
         except UserError:
             # A file may hold too few questions for both.
@@ -841,17 +893,18 @@ class Course:
         return choices
 
     def _spell_method(self, choice: MethodChoice) -> list[str]:
-        """Return a method and its constants as overrides; a list of methods as it was typed."""
-        if issubclass(choice.cls, Composed):
-            return [
-                arg for arg in self.args if key_of(arg).partition(".")[0] == "method"
-            ]
+        """Return a method, or a list of methods, and its constants as overrides."""
+        names = f"[{','.join(choice.parts)}]" if choice.parts else choice.name
+        nodes = {"method": choice}
+        if choice.parts:
+            nodes = {f"method.parts.{name}": p for name, p in choice.parts.items()}
         constants = [
-            f"method.{key}={override_text(value)}"
-            for key, value in choice.values.items()
+            f"{node}.{key}={override_text(value)}"
+            for node, part in nodes.items()
+            for key, value in part.values.items()
             if value is not None
         ]
-        return [f"method={choice.name}", *constants]
+        return [f"method={names}", *constants]
 
     def _search(self, name: str, num_held_back: int) -> Mapping[str, Any]:
         """Search for constants of a method; return them, or nothing where there is no time for a search.

@@ -239,9 +239,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         held_back = diagnosis.held_back
         if held_back in diagnosis.headline:
             held_back = held_back.partition(" (")[0]
-        result.append(
-            f"change of the model: {diagnosis.winner}, {_winner_gain(diagnosis)}; on held-back questions: {held_back}"
-        )
+        change = f"change of {diagnosis.winner_changes}: {diagnosis.winner}"
+        gain = _winner_gain(diagnosis)
+        result.append(f"{change}, {gain}; on held-back questions: {held_back}")
     elif diagnosis.remedies_note:
         result.append(f"change of the model: {diagnosis.remedies_note}")
     result.append(f"cost: {diagnosis.total}")

@@ -18,12 +18,13 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
 from posbench.run.folder import RunDir
+from posbench.run.prompts import rewrite_examples
 from posbench.run.proofs import COMPUTATION, REQUEST, request_digest
 from posbench.run.rows import ResumableRows, Schedule
 from posbench.stats.bootstrap import Estimate, difference
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.bias_source import SMALLEST_GAP_SHARE
-from posbench.tasks import Example
+from posbench.tasks import Example, Task
 
 FIRST_ROUND = 12
 """Prompts after which the worse half of the methods is left out."""
@@ -120,7 +121,8 @@ class Heats(Schedule):
         """The unmodified model, and the half of the methods with the lower loss, two or more."""
         totals = dict.fromkeys(self._names, 0.0)
         for row in self._out.rows_without_error(RACE_FILE):
-            if row["round"] * RACE_BATCH < FIRST_ROUND:
+            # A killed race may have rows of a later one, of methods together.
+            if row["round"] * RACE_BATCH < FIRST_ROUND and row["method"] in totals:
                 totals[row["method"]] += row["loss"]
         names = sorted(totals.keys() - {UNMODIFIED}, key=lambda n: (totals[n], n))
         return {UNMODIFIED, *names[: max(len(names) // 2, 2)]}
@@ -128,6 +130,7 @@ class Heats(Schedule):
 
 def race(
     lm: LM,
+    task: Task,
     methods: Mapping[str, Method],
     examples: Sequence[Example],
     rows: ResumableRows,
@@ -137,7 +140,8 @@ def race(
 
     Args:
         lm: The model.
-        methods: The methods by name.
+        task: The task that asks the prompts.
+        methods: The methods by name; one that rewrites prompts reads them as it rewrites them.
         examples: Calibration prompts.
         rows: The files of rows, from which a killed race resumes.
         is_over: Whether no further prompts may be read; asked after each round.
@@ -146,7 +150,11 @@ def race(
         The methods, the one with the largest gain first. A gain is paired over the prompts that both read.
     """
     contestants: dict[str, Method] = {UNMODIFIED: Unmodified(), **methods}
-    pairs = {example.id: encode_with_answer(lm, example) for example in examples}
+    pairs = {
+        (name, example.id): encode_with_answer(lm, example)
+        for name, method in contestants.items()
+        for example in _as_asked(lm, task, method, examples)
+    }
     batches = [
         [
             Heat(name, e, start // RACE_BATCH)
@@ -159,7 +167,7 @@ def race(
     def compute(batch: Sequence[Heat]) -> list[Row]:
         began = time.monotonic()
         with contestants[batch[0].method].applied(lm):
-            batch_pairs = [pairs[heat.example.id] for heat in batch]
+            batch_pairs = [pairs[heat.method, heat.example.id] for heat in batch]
             losses = lm.answer_token_loss(batch_pairs, batch_size=len(batch))
         seconds = (time.monotonic() - began) / len(batch)
         return [
@@ -168,7 +176,7 @@ def race(
         ]
 
     def proof(heat: Heat) -> Row:
-        prompt, answer = pairs[heat.example.id]
+        prompt, answer = pairs[heat.method, heat.example.id]
         return {
             REQUEST: request_digest([*prompt, *answer], ()),
             COMPUTATION: short_hash(repr(contestants[heat.method])),
@@ -184,6 +192,35 @@ def race(
         schedule=Heats(rows.out, list(contestants), is_over),
     )
     return sorted((_remedy(name, race_rows, examples) for name in methods), key=_rank)
+
+
+def _as_asked(
+    lm: LM, task: Task, method: Method, examples: Sequence[Example]
+) -> Sequence[Example]:
+    """The examples with the prompts that a method asks."""
+    if not method.rewrites:
+        return examples
+    return rewrite_examples(lm, task, examples, method)
+
+
+def lead_over(
+    first: str, second: str, out: RunDir, examples: Sequence[Example]
+) -> Estimate:
+    """Return by how much the loss of one method lies below that of another, paired, in nats per answer token.
+
+    Args:
+        first: The one.
+        second: The other.
+        out: The folder with the rows of their race.
+        examples: The prompts of the race.
+    """
+    losses: dict[str, dict[str, float]] = {first: {}, second: {}}
+    for row in out.rows_without_error(RACE_FILE):
+        if row["method"] in losses:
+            losses[row["method"]][row["id"]] = row["loss"]
+    both = [e for e in examples if e.id in losses[first] and e.id in losses[second]]
+    falls = [losses[second][e.id] - losses[first][e.id] for e in both]
+    return difference(np.array(falls), [e.question_id for e in both])
 
 
 def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Remedy:

@@ -63,6 +63,7 @@ class CardFacts:
         base: The model's files, as the provenance of a run lists them.
         weights: Type of weights that was asked for; empty: none was.
         config_dir: Folder of the user's own classes; empty without one.
+        prompt_changes: Python lines for changes of the prompt that the run behind them made as well.
     """
 
     command: str
@@ -77,6 +78,7 @@ class CardFacts:
     base: Sequence[Mapping[str, str]] = ()
     weights: str = ""
     config_dir: str = ""
+    prompt_changes: Sequence[str] = ()
 
 
 @no_other_keys
@@ -346,6 +348,7 @@ def card(
         method=constants["name"],
         model=fix.lm.name,
         price=facts.price,
+        prompt_changes=facts.prompt_changes,
         source=facts.source,
         usage=form.usage(fix),
         verdict=facts.verdict,

@@ -195,14 +195,15 @@ def test_constants_are_searched_only_where_the_budget_has_room(
     assert bool(asked) == searches
 
 
-def test_a_winner_that_is_a_list_of_methods_is_asked_as_typed() -> None:
+def test_a_winner_that_is_a_list_of_methods_is_asked_with_its_constants() -> None:
     methods = "method=[layer_scaling,scale_channel]"
     factor = "method.parts.scale_channel.factor=0"
     course = make_course("model=tiny", methods, factor)
     ((_, choice),) = course._choices(30).items()
-    assert course._spell_method(choice) == [methods, factor]
-    part = course.runs.prepare(course._spell_method(choice), method="", in_process=True)
-    assert part.choice.name == choice.name
+    spelt = course._spell_method(choice)
+    assert spelt[0] == methods and "method.parts.scale_channel.factor=0.0" in spelt
+    part = course.runs.prepare(spelt, method="", in_process=True)
+    assert part.choice.name == choice.name and part.choice.build() == choice.build()
 
 
 def test_a_source_is_that_of_the_unmodified_model() -> None:

@@ -83,7 +83,9 @@ def test_gains_are_those_of_the_losses_one_by_one(
 ) -> None:
     examples = task.examples("calibration")[:16]
     read: list[int] = []
-    found = race(lm, METHODS, examples, rows_in(tmp_path / "a", read), lambda: False)
+    found = race(
+        lm, task, METHODS, examples, rows_in(tmp_path / "a", read), lambda: False
+    )
 
     def losses(method: Method, count: int) -> np.ndarray:
         values = []
@@ -111,14 +113,25 @@ def test_a_race_that_was_ended_goes_on_where_it_was(
 ) -> None:
     examples = task.examples("calibration")
     read: list[int] = []
-    alone = race(lm, METHODS, examples, rows_in(tmp_path / "b", read), lambda: False)
+    alone = race(
+        lm, task, METHODS, examples, rows_in(tmp_path / "b", read), lambda: False
+    )
     for end in (1, 2, 3):
         folder = tmp_path / str(end)
         answers = iter([False] * (end - 1) + [True])
         first: list[int] = []
-        race(lm, METHODS, examples, rows_in(folder, first), lambda a=answers: next(a))
+        race(
+            lm,
+            task,
+            METHODS,
+            examples,
+            rows_in(folder, first),
+            lambda a=answers: next(a),
+        )
         second: list[int] = []
-        found = race(lm, METHODS, examples, rows_in(folder, second), lambda: False)
+        found = race(
+            lm, task, METHODS, examples, rows_in(folder, second), lambda: False
+        )
         assert [(r.name, r.gain) for r in found] == [(r.name, r.gain) for r in alone]
         assert sum(first) + sum(second) == sum(read) and sum(first) < sum(read)
         lines = (folder / RACE_FILE).read_text().splitlines()

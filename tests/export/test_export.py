@@ -107,6 +107,56 @@ def test_files_of_another_method_than_the_evaluated_one_are_called_no_fix(
     assert cards["lora"].count("(before folding: of the method") == 2
 
 
+@pytest.mark.parametrize(
+    ("methods", "to"),
+    [
+        ("[question_first_and_last,rope_base]", "checkpoint"),
+        ("[question_first_and_last,scale_channel]", "transformers"),
+        ("[documents_twice,rope_base,scale_channel]", "checkpoint"),
+    ],
+)
+def test_changes_of_the_prompt_are_left_to_the_user(
+    methods: str,
+    to: str,
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The files hold the rest of the list, and say what to do with prompts."""
+    monkeypatch.setattr(
+        "posbench.cli.export.run_verdict", lambda table: Verdict(FIXED, "by a half")
+    )
+    small = ["task.limit=2", "task.pairs=8", "stages=[evaluate]"]
+    assert posbench(f"method={methods}", *small).status == 0
+    (run,) = run_folders(outputs)
+    out = tmp_path / "fix"
+    result = posbench("export", str(run), "--to", to, "--out", str(out), verb=True)
+    assert result.status == 0, result.err
+    change, *rest = methods.strip("[]").split(",")
+    recipe = "documents" if change == "documents_twice" else "{question}"
+    assert recipe in result.out
+    node = json.loads((out / RECORD_FILE).read_text())["raw"]["method"]
+    assert node["name"] == "-".join(rest)
+    assert node.get("parts", {rest[0]: 0}).keys() == set(rest)
+    card = (out / CARD).read_text()
+    assert "Change the prompts, too" in card and recipe in card
+    assert f"(with {change} as well)" in card and "A fix against" not in card
+    assert posbench("verify", str(out), verb=True).status == 0
+
+
+def test_a_run_is_named_alone(
+    run: Path, posbench: Callable[..., Result], tmp_path: Path
+) -> None:
+    words = ["export", str(run), "more", "--to", "lora", "--out", str(tmp_path / "x")]
+    assert_refused(
+        posbench(*words, verb=True).err,
+        "export",
+        allowed="one run alone",
+        hint="leave out more",
+    )
+
+
 def test_the_price_is_that_of_a_plain_loop(
     posbench: Callable[..., Result], tmp_path: Path
 ) -> None:
