@@ -201,9 +201,42 @@ def test_a_winner_that_is_a_list_of_methods_is_asked_with_its_constants() -> Non
     course = make_course("model=tiny", methods, factor)
     ((_, choice),) = course._choices(30).items()
     spelt = course._spell_method(choice)
-    assert spelt[0] == methods and "method.parts.scale_channel.factor=0.0" in spelt
+    assert spelt[0] == methods and factor in spelt
     part = course.runs.prepare(spelt, method="", in_process=True)
     assert part.choice.name == choice.name and part.choice.build() == choice.build()
+
+
+@pytest.mark.parametrize(
+    ("lead", "winner"), [(0.1, "question_first_and_last-rope_base"), (-0.1, "")]
+)
+def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
+    lead: float, winner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``lead`` is the least that the pair may be ahead of the method alone."""
+    course = make_course("model=tiny")
+    alone = Remedy("rope_base", Estimate(0.4, 0.2, 0.6, 48))
+    pair = Remedy("question_first_and_last-rope_base", Estimate(0.9, 0.5, 1.3, 48))
+    races = iter([[alone], [pair, alone]])
+    monkeypatch.setattr(course, "_race", lambda *args: next(races))
+    monkeypatch.setattr(
+        "posbench.diagnose.course.lead_over",
+        lambda *args: Estimate(0.5, lead, 0.9, 48),
+    )
+    asked = []
+    monkeypatch.setattr(course, "_hold_back", lambda choice, n: asked.append(choice))
+    course._remedies()
+    assert [remedy.name for remedy in course.diagnosis.remedies[:2]] == [
+        pair.name,
+        alone.name,
+    ]
+    ((choice,), found) = asked, course.diagnosis.winner
+    assert found == choice.name == (winner or "rope_base")
+    assert course.diagnosis.winner_changes == (
+        "the prompt and the model" if winner else "the model"
+    )
+    spelt = course._spell_method(choice)
+    built = course.runs.prepare(spelt, method="", in_process=True).choice.build()
+    assert built == choice.build()
 
 
 def test_a_source_is_that_of_the_unmodified_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,16 @@ from posbench.diagnose.race import (
     RACE_BATCH,
     RACE_FILE,
     applicable_methods,
+    lead_over,
     race,
 )
 from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.choice import MethodChoice
+from posbench.methods.composed import Composed
 from posbench.methods.dca import DualChunkAttention
 from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.repeat import Repeat
 from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.run.folder import RunDir
@@ -136,3 +140,35 @@ def test_a_race_that_was_ended_goes_on_where_it_was(
         assert sum(first) + sum(second) == sum(read) and sum(first) < sum(read)
         lines = (folder / RACE_FILE).read_text().splitlines()
         assert len(lines) == sum(read), "each prompt is read once"
+
+
+def test_a_method_that_rewrites_prompts_is_raced_on_what_it_makes_of_them(
+    lm: LM, task: KVRetrieval, tmp_path: Path
+) -> None:
+    examples = task.examples("calibration")[:8]
+    pair = Composed(parts={"a": Repeat(part="question"), "b": METHODS["minus"]})
+    contestants = {"alone": METHODS["minus"], "pair": pair}
+    folder = tmp_path / "c"
+    rows = rows_in(folder, [])
+    race(lm, task, {"alone": METHODS["minus"]}, examples, rows, lambda: False)
+    read: list[int] = []
+    found = race(lm, task, contestants, examples, rows_in(folder, read), lambda: False)
+    assert sum(read) == len(examples), "what was read before is not read again"
+
+    def losses(method: Method, first: bool) -> np.ndarray:
+        values = []
+        with method.applied(lm):
+            for example in examples:
+                question = example.prompt[slice(*example.question)]
+                prompt = f"{question}\n\n{example.prompt}" if first else example.prompt
+                ids = encode_with_answer(lm, replace(example, prompt=prompt))
+                values.append(float(lm.answer_token_loss([ids], batch_size=1)[0]))
+        return np.array(values)
+
+    of_pair = losses(METHODS["minus"], first=True)
+    gains = {remedy.name: remedy.gain for remedy in found}
+    expected = losses(Unmodified(), first=False) - of_pair
+    assert gains["pair"].value == pytest.approx(expected.mean(), abs=1e-5)
+    lead = lead_over("pair", "alone", RunDir(folder), examples)
+    ahead = losses(METHODS["minus"], first=False) - of_pair
+    assert lead.value == pytest.approx(ahead.mean(), abs=1e-5)
