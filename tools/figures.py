@@ -35,6 +35,7 @@ from posbench.files.atomic import new_folder, write_bytes, write_text
 from posbench.files.parse import Objects
 from posbench.late import pd
 from posbench.plots.base import save, sign
+from posbench.plots.search import bases_figure
 from posbench.report.collect import Entry, collect_entries
 from posbench.report.folder import read_json
 from posbench.report.page import compact_svg, render_run
@@ -364,6 +365,14 @@ def draw_remedies(root: Path, scratch: Path) -> dict[str, Path]:
     return {"docs/figures/tiny_remedies.svg": drawn["remedies"]}
 
 
+def draw_bases(root: Path, scratch: Path) -> dict[str, Path]:
+    """Draw the searches for a RoPE base on four models from their table; see :data:`FROM_TABLES`."""
+    table = pd.read_csv(root / "experiments/results/remedies/base_search.csv")
+    figure = bases_figure(table)
+    sign(figure, list(table["model"].unique()))
+    return {"docs/figures/rope_bases.svg": save(figure, scratch / "bases")}
+
+
 def draw_trainings(root: Path, scratch: Path) -> dict[str, Path]:
     """Draw the trainings of Wu et al. 2025 from their tables; see :data:`FROM_TABLES`."""
     folder = "experiments/wu2025/results"
@@ -402,6 +411,7 @@ def _draw_study(
 
 FROM_TABLES: dict[str, Callable[[Path, Path], dict[str, Path]]] = {
     "remedies": draw_remedies,
+    "bases": draw_bases,
     "synthetic_results": draw_trainings,
 }
 """By study, what draws its figures from tables that are committed as results of their own.

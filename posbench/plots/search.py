@@ -15,6 +15,8 @@ from posbench.stats.frames import need_columns
 POSITIONS = ("beginning", "middle", "end")
 MAX_CHANNEL_PANELS = 24
 """Most panels of a figure of a channel: of a deep model it draws some of the layers."""
+LARGEST_RISE = 1.5
+"""Rise of the loss that a figure of bases shows, over the largest fall."""
 MAX_CANDIDATES = 30
 """Most candidates that a figure draws in addition to the selected one."""
 
@@ -42,6 +44,44 @@ def convergence_figure(generations: pd.DataFrame, n: Iterable[float] = ()) -> Fi
         axes.axhline(100 * value, label="unmodified", **plot.UNMODIFIED_LINE)
     plot.percent_axes(axes, "fitness (%)", "generation")
     axes.locator_params("x", integer=True)
+    plot.add_legend_below(figure)
+    return figure
+
+
+@plot.styled
+def bases_figure(table: pd.DataFrame) -> Figure:
+    """Fall of the loss under RoPE bases against the model's own; a line for each model where there are several.
+
+    Args:
+        table: Rows of search.csv: base, fall with its interval in nats per answer token, n, and ``own_base``; ``model``
+            where there are several.
+    """
+    need_columns(table, "search", "base", "own_base", "fall", "ci_low", "ci_high")
+    figure, axes = plot.new_figure(plot.COLUMN, 2.6, n=table["n"])
+    models = table["model"] if "model" in table else pd.Series("", index=table.index)
+    ratios = table["base"] / table["own_base"]
+    for index, (model, rows) in enumerate(table.groupby(models, sort=False)):
+        falls = rows["fall"].to_numpy()
+        ends = np.abs(rows[["ci_low", "ci_high"]].to_numpy().T - falls)
+        axes.errorbar(
+            ratios[rows.index],
+            falls,
+            yerr=ends,
+            label=str(model) or None,
+            capsize=1.5,
+            elinewidth=0.7,
+            **plot.line_style(index),
+        )
+    axes.axhline(0, label="own base", **plot.UNMODIFIED_LINE)
+    # Bases far below the own one break a model: they would take the axis.
+    lowest = -LARGEST_RISE * max(table["fall"].max(), 0.1)
+    axes.set_ylim(bottom=max(table["ci_low"].min(), lowest))
+    axes.set_xscale("log")
+    ticks = sorted({float(f"{ratio:.3g}") for ratio in ratios})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("RoPE base over the model's own")
+    axes.set_ylabel("fall of the loss (nats per token)")
     plot.add_legend_below(figure)
     return figure
 

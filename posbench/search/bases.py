@@ -13,6 +13,7 @@ from posbench.files.atomic import write_csv
 from posbench.late import pd
 from posbench.methods.rope_base import RopeBase
 from posbench.model import rope
+from posbench.plots.search import bases_figure
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
@@ -73,7 +74,7 @@ class BaseSearch(Search):
             falls = [losses[own][e.id] - by_prompt[e.id] for e in examples]
             fall = difference(np.array(falls), [e.question_id for e in examples])
             loss = float(np.mean([by_prompt[e.id] for e in examples]))
-            row = {"base": base, "loss": loss, "fall": fall.value}
+            row = {"base": base, "own_base": own, "loss": loss, "fall": fall.value}
             row |= {"ci_low": fall.ci_low, "ci_high": fall.ci_high, "n": fall.n}
             rows.append(row)
         write_csv(run.out.path / "search.csv", pd.DataFrame(rows))
@@ -104,4 +105,9 @@ class BaseSearch(Search):
             fall = with_interval(row.fall, row.ci_low, row.ci_high)
             rows.append([f"{row.base:,.0f}", f"{row.loss:.4f}", fall, str(row.n)])
         text = "Loss of the right answer in nats per token; the fall is against the model's own base."
-        return [Section("Search", text, ("base", "loss", "fall", "n"), rows)]
+        header = ("base", "loss", "fall", "n")
+        caption = (
+            "Fall of the loss under other bases (95 %, paired); rises may lie below."
+        )
+        figures = {"bases": (bases_figure(table), caption)}
+        return [Section("Search", text, header, rows, figures)]

@@ -302,6 +302,7 @@ class Remedies(TimingStudy):
         details = ""
         if ties:
             details = f"Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
+        among = f" under each of {len(raced)} remedies" if len(raced) > 1 else ""
         effect = f"{best['difference']:+.1f} points on average {_time_in_words(best)}"
         glance = Glance(
             HELPS,
@@ -311,7 +312,7 @@ class Remedies(TimingStudy):
             shlex.join(["posbench", f"method={_typed(name)}"]),
             "measures what it leaves of the position bias",
             details,
-            sample=f"{best['n']:.0f} prompts under each of {len(raced)} remedies",
+            sample=f"{best['n']:.0f} prompts{among}",
             rule="The change is paired, prompt by prompt, and its interval holds for all remedies together.",
         )
         if best["verdict"] == HELPS:

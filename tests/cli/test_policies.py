@@ -246,7 +246,9 @@ def test_an_order_that_is_not_known_is_refused_before_the_run(
     assert not outputs.exists()
 
 
-@pytest.mark.parametrize("method", ["prompt_twice", "[prompt_twice,question_first_and_last]"])
+@pytest.mark.parametrize(
+    "method", ["prompt_twice", "[prompt_twice,question_first_and_last]"]
+)
 def test_a_changed_prompt_is_no_file(method, posbench, tmp_path) -> None:
     result = posbench(
         "export",
