@@ -150,7 +150,10 @@ class MethodChoice:
                 allowed = (
                     f"a value (the model's YAML has no {self.name} block that sets it)"
                 )
-                hint = hint or "type {key}=..., or add the block to the model's YAML"
+                hint = (
+                    hint
+                    or "type {key}=..., search for it (posbench ls searches), or add the block to the model's YAML"
+                )
                 raise UserError(key, None, allowed, hint.format(key=key))
             return self._made(values, "method")
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from annotated_types import MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
@@ -116,7 +117,7 @@ class Remedies(TimingStudy):
     caption: ClassVar[str] = ""
 
     clock: Literal["wall", "processor"] = "processor"
-    methods: tuple[str | tuple[str, ...], ...] = ()
+    methods: tuple[str | Annotated[tuple[str, ...], MinLen(1)], ...] = ()
     examples: Several | None = None
     timed: Count = 2
 
