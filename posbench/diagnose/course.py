@@ -1149,8 +1149,10 @@ class Course:
         diagnosis = self.diagnosis
         if diagnosis.verdict == FIXED:
             fixed = open_run_dir(Path(diagnosis.runs["held-back"]))
-            name = name_in_commands(fixed, fixed.config())
-            return f"posbench export {name} --to transformers --out fix"
+            config = fixed.config()
+            to = MethodChoice.of(config["method"]).export_format
+            name = name_in_commands(fixed, config)
+            return f"posbench export {name} --to {to} --out fix"
         if self._lacks_answers():
             step = diagnosis.pilots[-1].step
             if not step and outcomes.PROBLEM in diagnosis.reason:

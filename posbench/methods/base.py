@@ -102,11 +102,13 @@ class Method(ABC):
         needs: Requirements on the model; other models are refused by name.
         rows_per_prompt: Whether a prompt may run as several rows of a batch.
         sweep_claims: A paper's claims on sweeps, by field.
+        always_folds: Whether :meth:`folded` gives a change on every model.
     """
 
     needs: ClassVar[Needs] = Needs()
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
+    always_folds: ClassVar[bool] = False
 
     @classmethod
     def sweep_subject(

@@ -99,6 +99,17 @@ class MethodChoice:
         classes = [part.cls for part in self.parts.values()] or [self.cls]
         return all(issubclass(cls, PromptChange) for cls in classes)
 
+    @property
+    def export_format(self) -> str:
+        """The format of ``posbench export`` for it: a checkpoint where it folds, else weights with a file of code.
+
+        Code holds a single method.
+        """
+        parts = list(self.parts.values()) or [self]
+        classes = [part.cls for part in parts if not part.changes_prompts_alone]
+        folds = all(cls.always_folds for cls in classes)
+        return "checkpoint" if folds or len(classes) > 1 else "transformers"
+
     def files(self) -> tuple[Source, ...]:
         """Return the files that the parameters of the method and of its parts name, each with its config key."""
         sources = [

@@ -25,6 +25,7 @@ class RopeBase(Method):
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, plain=True)
+    always_folds: ClassVar[bool] = True
 
     base: Annotated[float, Gt(1)] | None
 

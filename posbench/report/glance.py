@@ -724,13 +724,12 @@ def _step_after_scores(
     name = name_in_commands(run, config)
     subject = _subject(run, config)
     node = _group(config, "method")
-    is_prompt_change = (
-        "_target_" in node and MethodChoice.of(node).changes_prompts_alone
-    )
+    choice = MethodChoice.of(node) if "_target_" in node else None
+    is_prompt_change = choice is not None and choice.changes_prompts_alone
     in_process = is_in_process(config.get("model"))
     if word == FIXED and in_process and not is_prompt_change:
-        command = f"posbench export {name} --to transformers --out fix"
-        return command, EXPORT_PURPOSE
+        to = choice.export_format if choice else "transformers"
+        return f"posbench export {name} --to {to} --out fix", EXPORT_PURPOSE
     if word == NOT_FIXED and in_process:
         words = ["posbench study=remedies", *subject]
         return " ".join(words), "asks the same questions under every remedy"

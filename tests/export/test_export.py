@@ -16,7 +16,7 @@ from posbench.export.write import CARD, RECORD_FILE
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
 from posbench.stats.verdict import FIXED, Verdict
-from tests.conftest import Result, run_folders
+from tests.conftest import Result, config_of, run_folders
 from tests.frames import with_missing_answers
 from tests.messages import assert_names, assert_refused
 
@@ -143,6 +143,26 @@ def test_changes_of_the_prompt_are_left_to_the_user(
     assert "Change the prompts, too" in card and recipe in card
     assert f"(with {change} as well)" in card and "A fix against" not in card
     assert posbench("verify", str(out), verb=True).status == 0
+
+
+@pytest.mark.parametrize(
+    ("methods", "to"),
+    [
+        ("scale_channel", "transformers"),
+        ("[documents_twice,scale_channel]", "transformers"),
+        ("rope_base", "checkpoint"),
+        ("[question_first_and_last,rope_base]", "checkpoint"),
+        ("[rope_base,scale_channel]", "checkpoint"),
+    ],
+)
+def test_the_format_that_a_fixed_run_proposes_holds_its_method(
+    methods: str, to: str, posbench: Callable[..., Result], tmp_path: Path
+) -> None:
+    call = ["model=tiny", f"method={methods}", "task.limit=2"]
+    assert config_of(*call).choice.export_format == to
+    out = ["--to", to, "--out", str(tmp_path / "fix")]
+    result = posbench("export", *call, *out, verb=True)
+    assert result.status == 0, result.err
 
 
 def test_a_run_is_named_alone(
