@@ -477,8 +477,8 @@ def _remedy_section(diagnosis: Diagnosis) -> Section | None:
         return Section("Remedies", f"None was tried: {diagnosis.remedies_note}.")
     text = (
         "Loss of the right answer on calibration prompts, with the gold item inside the prompt: the methods that fall "
-        "behind drop out after the first prompts, and the best one reads them with the question first as well. Time: of "
-        "reading a prompt, beside the unmodified model in turn."
+        "behind drop out after the first prompts, and the best one reads them with the question first as well. Time: "
+        "of reading a prompt, beside the unmodified model in turn."
     )
     if diagnosis.remedies_note:
         text = f"{_sentence(diagnosis.remedies_note)}. {text}"
