@@ -92,6 +92,14 @@ ROUTER = [
 ]
 ROUTER += ["task.calibration_pairs=6"]
 
+BASES = [
+    *FEW,
+    "method=rope_base",
+    "search.factors=[0.1,10.0]",
+    "task.calibration_examples=8",
+    "runtime.batch_size=4",
+]
+
 STUDIED = [setting for setting in CHANNEL if not setting.startswith("method")]
 PROMPTS = ["study.examples=4"]
 CHAIN = ["study.hidden_perturbation.texts=4", "study.hidden_perturbation.controls=1"]
@@ -154,6 +162,7 @@ JOBS = {
     **_search("brute_force", BRED),
     **_search("gradient", GRADIENT),
     **_search("router", ROUTER),
+    **_search("bases", BASES),
     **_study("ablations", *STUDIED, "search.factors=[0.5,0.0]"),
     **_study(
         "attention_to_gold", *FEW, *PROMPTS, "task.positions=[0,4,8]", "study.items=[9]"
