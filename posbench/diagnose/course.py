@@ -6,7 +6,7 @@ import math
 import random
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from posbench.diagnose.outcome import (
 )
 from posbench.diagnose.race import (
     FIRST_ROUND,
+    QUESTION_FIRST,
     applicable_methods,
     hopeful_methods,
     lead_over,
@@ -166,8 +167,6 @@ SEARCHES: Mapping[str, tuple[str, int, Sequence[str]]] = {
 }
 """By method that may lack its constants: its search, the cost of that in prompts (about; measured on SmolLM2-135M), and
 its settings. The cheap one comes first."""
-QUESTION_FIRST = "question_first_and_last"
-"""The change of the prompt that is tried together with the best method: it costs hardly any tokens."""
 OWN_KEYS = ("stages", "study", "experiment", "search", "runtime.until")
 """Keys that a diagnosis sets itself."""
 
@@ -232,6 +231,8 @@ class Course:
             raise UserError("budget", budget.text, allowed, hint)
         self.diagnosis.model = model.name if model.in_process else model.server_name
         self.diagnosis.task = task.name
+        # Methods whose search found nothing better than the unmodified model.
+        self._kept_by_search: list[Remedy] = []
 
     @property
     def task(self) -> Task:
@@ -656,6 +657,7 @@ class Course:
             return
         choices = self._choices(split.num_held_back)
         methods, left_out = applicable_methods(lm, choices, split.examples)
+        left_out += self._kept_by_search
         if not methods:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "no method runs on this model"
@@ -673,6 +675,7 @@ class Course:
             self._hold_back(choices[diagnosis.winner], split.num_held_back)
             return
         gap = diagnosis.source.gap if diagnosis.source else None
+        remedies = [*together, *remedies]
         hopeful = hopeful_methods(remedies, gap)
         note = (
             f"none of {len(remedies)} methods makes the right answer likelier for sure"
@@ -697,7 +700,7 @@ class Course:
         """Race the best method of the model with the question before the prompt as well, which costs few tokens.
 
         On both real models of docs/remedies.md the two do more together than either alone. The pair becomes the winner
-        where it is surely better than the method alone.
+        where it is surely better than the method alone, and than the question alone.
 
         Args:
             choices: The methods by name; the pair is added.
@@ -713,17 +716,29 @@ class Course:
         best = self.diagnosis.winner or (hopeful[0] if hopeful else "")
         if is_typed or not best:
             return []
+        if self.allowance.left(END_SHARES["remedies"]) <= 0:
+            return []
         parts = {name: choices[name] for name in (QUESTION_FIRST, best)}
         name = "-".join(parts)
         pair = MethodChoice.listed(parts, name)
-        contestants = {best: methods[best], name: pair.build()}
+        # The question alone is a control: it could be all that helps.
+        question = choices[QUESTION_FIRST].build()
+        contestants = {
+            QUESTION_FIRST: question,
+            best: methods[best],
+            name: pair.build(),
+        }
         try:
             raced = self._race(contestants, examples)
         except UserError:
             return []  # the prompts have no question that could come first
-        lead = lead_over(name, best, self._race_folder(), examples)
+        leads = [
+            lead_over(name, part, self._race_folder(), examples)
+            for part in (QUESTION_FIRST, best)
+        ]
         together = [remedy for remedy in raced if remedy.name == name]
-        if lead.ci_low > 0 and winner_of(together):
+        is_ahead = all(lead.n >= FIRST_ROUND and lead.ci_low > 0 for lead in leads)
+        if is_ahead and winner_of(together):
             choices[name] = pair
             self.diagnosis.winner = name
             self.diagnosis.winner_changes = "the prompt and the model"
@@ -797,12 +812,14 @@ class Course:
         typed_count = self.runs.typed_number("task.calibration_examples")
         if typed_count:
             num_prompts = min(num_prompts, typed_count)
-        try:
-            most = max(self.diagnosis.shape.questions, HELD_BACK)
-            split = self._split(num_prompts, self._typed_limit(most))
-        except UserError:
-            # A file may hold too few questions for both.
-            split = self._split(num_prompts, self._typed_limit(MIN_HELD_BACK))
+        asked = self.diagnosis.shape.questions
+        split = None
+        # A file may hold too few questions for both.
+        for most in (max(asked, HELD_BACK), max(asked, MIN_HELD_BACK)):
+            with suppress(UserError):
+                split = self._split(num_prompts, self._typed_limit(most))
+                break
+        split = split or self._split(num_prompts, self._typed_limit(MIN_HELD_BACK))
         random.Random(0).shuffle(split.examples)
         return split
 
@@ -886,6 +903,11 @@ class Course:
             if not _fits(choice, self.runs.lm):
                 continue
             constants = self._search(name, num_held_back)
+            if constants and constants.get("base") == constants.get("own_base", ""):
+                del choices[name]
+                note = "its search kept the model's own value"
+                self._kept_by_search.append(Remedy(name, note=note))
+                continue
             values = {k: v for k, v in constants.items() if k in choice.values}
             choices[name] = MethodChoice(
                 name=name, cls=choice.cls, values={**choice.values, **values}
@@ -1152,7 +1174,7 @@ class Course:
             config = fixed.config()
             to = MethodChoice.of(config["method"]).export_format
             name = name_in_commands(fixed, config)
-            return f"posbench export {name} --to {to} --out fix"
+            return f"posbench export {name} --to {to} --out fix" if to else ""
         if self._lacks_answers():
             step = diagnosis.pilots[-1].step
             if not step and outcomes.PROBLEM in diagnosis.reason:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, points
+from posbench.diagnose.race import QUESTION_FIRST
 from posbench.files.atomic import write_json, write_text
 from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
@@ -258,7 +259,7 @@ def _winner_gain(diagnosis: Diagnosis) -> str:
     ties = [
         f"{name} {gain.value:.3g}"
         for name, gain in gains.items()
-        if gain.value >= best.ci_low and gain.n == best.n
+        if best.ci_low <= gain.value <= best.ci_high and gain.n == best.n
     ]
     if ties:
         text += f" (a tie, within its interval: {', '.join(ties)})"
@@ -477,9 +478,12 @@ def _remedy_section(diagnosis: Diagnosis) -> Section | None:
         return Section("Remedies", f"None was tried: {diagnosis.remedies_note}.")
     text = (
         "Loss of the right answer on calibration prompts, with the gold item inside the prompt: the methods that fall "
-        "behind drop out after the first prompts, and the best one reads them with the question first as well. Time: "
-        "of reading a prompt, beside the unmodified model in turn."
+        "behind drop out after the first prompts. Time: of reading a prompt, beside the unmodified model in turn."
     )
+    if diagnosis.remedies[0].name.startswith(f"{QUESTION_FIRST}-"):
+        text += (
+            " The best one was raced with the question first as well, after the others."
+        )
     if diagnosis.remedies_note:
         text = f"{_sentence(diagnosis.remedies_note)}. {text}"
     rows = [_remedy_row(remedy) for remedy in diagnosis.remedies]

@@ -31,6 +31,8 @@ FIRST_ROUND = 12
 RACE_BATCH = 4
 """Prompts of a round, which every method reads in one batch."""
 RACE_FILE = "race.jsonl"
+QUESTION_FIRST = "question_first_and_last"
+"""The change of the prompt that is raced together with the best method: it costs hardly any tokens."""
 
 
 def applicable_methods(
@@ -57,11 +59,15 @@ def applicable_methods(
         try:
             method = choice.build()
             method.check(lm)
-            if method.rewrites or method.needs.items:
-                # Those that read items take ten times as long and more: they would take the time of all others.
+            note = ""
+            if choice.changes_prompts_alone:
                 note = "a change of the prompt, raced above"
-                if not choice.changes_prompts_alone:
-                    note = "it works on the items, slowly: posbench study=remedies measures it"
+            elif choice.reads_items or not method.rewrites_by_text:
+                # They take ten times as long and more: they would take the time of all others.
+                note = (
+                    "it works on the items, slowly: posbench study=remedies measures it"
+                )
+            if note:
                 left_out.append(Remedy(name, note=note))
                 continue
             unchanged = method.unchanged_length(lm)
@@ -109,7 +115,7 @@ class Heats(Schedule):
         """See :meth:`posbench.run.rows.Schedule.ends_before`."""
         if number and self._is_over():
             return True
-        if number * RACE_BATCH >= FIRST_ROUND and len(self._names) > 3:
+        if number * RACE_BATCH >= FIRST_ROUND and len(self._names) > 4:
             self._kept = self._better_half()
         return False
 

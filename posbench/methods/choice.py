@@ -103,12 +103,14 @@ class MethodChoice:
     def export_format(self) -> str:
         """The format of ``posbench export`` for it: a checkpoint where it folds, else weights with a file of code.
 
-        Code holds a single method.
+        Empty for several methods that change the model: some lists fold, and no file of code holds two.
         """
         parts = list(self.parts.values()) or [self]
         classes = [part.cls for part in parts if not part.changes_prompts_alone]
+        if len(classes) > 1:
+            return ""
         folds = all(cls.always_folds for cls in classes)
-        return "checkpoint" if folds or len(classes) > 1 else "transformers"
+        return "checkpoint" if folds else "transformers"
 
     def files(self) -> tuple[Source, ...]:
         """Return the files that the parameters of the method and of its parts name, each with its config key."""

@@ -20,8 +20,8 @@ class RopeBase(Method):
     Args:
         base: theta: pair i of n channels rotates by ``base ** -(i / n)`` radians per token. None: the model's own.
 
-    Source: a larger base is known as NTK-aware scaling. Attention Buckets (Chen et al. 2023, arXiv 2312.04455) mixes several such bases; one alone did as
-    much on the model where those helped (docs/remedies.md).
+    Source: a larger base is known as NTK-aware scaling. Attention Buckets (Chen et al. 2023, arXiv 2312.04455) mixes
+    several bases; one alone did as much on the model where those helped (docs/remedies.md).
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, plain=True)

@@ -62,7 +62,7 @@ def bases_figure(table: pd.DataFrame) -> Figure:
     ratios = table["base"] / table["own_base"]
     for index, (model, rows) in enumerate(table.groupby(models, sort=False)):
         falls = rows["fall"].to_numpy()
-        ends = np.abs(rows[["ci_low", "ci_high"]].to_numpy().T - falls)
+        ends = np.nan_to_num(np.abs(rows[["ci_low", "ci_high"]].to_numpy().T - falls))
         axes.errorbar(
             ratios[rows.index],
             falls,
@@ -75,7 +75,7 @@ def bases_figure(table: pd.DataFrame) -> Figure:
     axes.axhline(0, label="own base", **plot.UNMODIFIED_LINE)
     # Bases far below the own one break a model: they would take the axis.
     lowest = -LARGEST_RISE * max(table["fall"].max(), 0.1)
-    axes.set_ylim(bottom=max(table["ci_low"].min(), lowest))
+    axes.set_ylim(bottom=np.nanmax([table["ci_low"].min(), lowest]))
     axes.set_xscale("log")
     ticks = sorted({float(f"{ratio:.3g}") for ratio in ratios})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -727,8 +727,8 @@ def _step_after_scores(
     choice = MethodChoice.of(node) if "_target_" in node else None
     is_prompt_change = choice is not None and choice.changes_prompts_alone
     in_process = is_in_process(config.get("model"))
-    if word == FIXED and in_process and not is_prompt_change:
-        to = choice.export_format if choice else "transformers"
+    to = choice.export_format if choice else "transformers"
+    if word == FIXED and in_process and not is_prompt_change and to:
         return f"posbench export {name} --to {to} --out fix", EXPORT_PURPOSE
     if word == NOT_FIXED and in_process:
         words = ["posbench study=remedies", *subject]

@@ -168,6 +168,15 @@ class Search(ABC):
         """The method's parameters in the block, for the later stages."""
         return {name: block[name] for name in self.finds}
 
+    def keeps_unmodified(self, block: Mapping[str, Any], method: Method) -> bool:
+        """Whether the search kept the unmodified model.
+
+        Args:
+            block: The block of ``found.yaml``.
+            method: The method with its parameters.
+        """
+        return method == method.neutral()
+
     @abstractmethod
     def sections(self, read: Read) -> list[Section]:
         """Its part of the report, from the files alone."""
@@ -318,7 +327,7 @@ class Search(ABC):
         unmodified = self.measure_under(
             run, UNMODIFIED, Unmodified(), batches, rows_file
         )
-        keeps_unmodified = method == method.neutral()
+        keeps_unmodified = self.keeps_unmodified(block, method)
         searched = unmodified
         if not keeps_unmodified:
             searched = self.measure_under(run, "found", method, batches, rows_file)

@@ -11,6 +11,7 @@ from annotated_types import MinLen
 
 from posbench.files.atomic import write_csv
 from posbench.late import pd
+from posbench.methods.base import Method
 from posbench.methods.rope_base import RopeBase
 from posbench.model import rope
 from posbench.plots.search import bases_figure
@@ -87,6 +88,10 @@ class BaseSearch(Search):
         }
         settings = f"{len(rows)} bases, {len(examples)} calibration prompts"
         self.write_found(run, block, f"RoPE base ({settings} of {run.task.name})")
+
+    def keeps_unmodified(self, block: Mapping[str, Any], method: Method) -> bool:
+        """Whether it kept the model's own base."""
+        return bool(block["base"] == block["own_base"])
 
     def describe(self, block: Mapping[str, Any]) -> str:
         """The base, and its loss beside that of the model's own."""

@@ -166,7 +166,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
         return Verdict(name, f"{was}; {method} is {obstacle}")
     if obstacle and is_fixed:
         # Too few questions to see a small bias that may be left, but enough to see that most of it is gone.
-        left = f"{method} surely answers more than {100 * (1 - shortfall):.0f} % at every position"
+        left = f"{method} surely answers more than {math.floor(100 * (1 - shortfall))} % at every position"
         return Verdict(FIXED, f"{was}; {left}")
     if obstacle.startswith("at the floor"):
         # That the average falls for sure was looked at above.

@@ -22,6 +22,7 @@ from posbench.diagnose.race import FIRST_ROUND
 from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
 from posbench.errors import UserError
+from posbench.methods.choice import all_choices
 from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute
@@ -207,20 +208,32 @@ def test_a_winner_that_is_a_list_of_methods_is_asked_with_its_constants() -> Non
 
 
 @pytest.mark.parametrize(
-    ("lead", "winner"), [(0.1, "question_first_and_last-rope_base"), (-0.1, "")]
+    ("lead", "lead_over_question", "prompts", "winner"),
+    [
+        (0.1, 0.1, 48, "question_first_and_last-rope_base"),
+        (-0.1, 0.1, 48, ""),
+        (0.1, -0.1, 48, ""),
+        (0.1, 0.1, 4, ""),
+    ],
 )
 def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
-    lead: float, winner: str, monkeypatch: pytest.MonkeyPatch
+    lead: float,
+    lead_over_question: float,
+    prompts: int,
+    winner: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``lead`` is the least that the pair may be ahead of the method alone."""
+    """The leads are the least that the pair may be ahead of the method alone, and of the question alone."""
     course = make_course("model=tiny")
     alone = Remedy("rope_base", Estimate(0.4, 0.2, 0.6, 48))
     pair = Remedy("question_first_and_last-rope_base", Estimate(0.9, 0.5, 1.3, 48))
-    races = iter([[alone], [pair, alone]])
+    question = Remedy("question_first_and_last", Estimate(0.1, -0.2, 0.4, 48))
+    races = iter([[alone], [pair, alone, question]])
     monkeypatch.setattr(course, "_race", lambda *args: next(races))
+    least = {"rope_base": lead, "question_first_and_last": lead_over_question}
     monkeypatch.setattr(
         "posbench.diagnose.course.lead_over",
-        lambda *args: Estimate(0.5, lead, 0.9, 48),
+        lambda first, second, *args: Estimate(0.5, least[second], 0.9, prompts),
     )
     asked = []
     monkeypatch.setattr(course, "_hold_back", lambda choice, n: asked.append(choice))
@@ -237,6 +250,55 @@ def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
     spelt = course._spell_method(choice)
     built = course.runs.prepare(spelt, method="", in_process=True).choice.build()
     assert built == choice.build()
+
+
+def test_a_base_that_the_search_kept_is_not_raced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the unmodified model, and could win by rounding."""
+    course = make_course("model=tiny")
+    course.config.model.blocks.pop("rope_base")
+    monkeypatch.setattr(
+        "posbench.diagnose.course.all_choices",
+        lambda *args: {
+            name: choice
+            for name, choice in all_choices(*args).items()
+            if name in ("rope_base", "scale_channel", "question_first_and_last")
+        },
+    )
+    prepared = course.runs.prepare
+
+    def without_block(*args: Any, **kwargs: Any) -> Config:
+        config = prepared(*args, **kwargs)
+        config.model.blocks.pop("rope_base", None)
+        return config
+
+    monkeypatch.setattr(course.runs, "prepare", without_block)
+    for base, is_raced in ((10000.0, False), (30000.0, True)):
+        course._kept_by_search.clear()
+        found = {"base": base, "own_base": 10000.0}
+        monkeypatch.setattr(course, "_search", lambda *args, f=found: f)
+        assert ("rope_base" in course._choices(30)) == is_raced
+        assert bool(course._kept_by_search) != is_raced
+
+
+def test_a_pair_whose_gain_is_sure_leaves_the_verdict_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    course = make_course("model=tiny")
+    course.diagnosis.verdict = "bias"
+    course.diagnosis.source = Source(Estimate(1.8, 1.2, 2.4, 9), {}, (), (), 30)
+    alone = Remedy("rope_base", Estimate(0.2, -0.1, 0.5, 48))
+    pair = Remedy("question_first_and_last-rope_base", Estimate(0.5, 0.1, 0.9, 48))
+    races = iter([[alone], [pair, alone]])
+    monkeypatch.setattr(course, "_race", lambda *args: next(races))
+    monkeypatch.setattr(
+        "posbench.diagnose.course.lead_over",
+        lambda *args: Estimate(0.3, -0.1, 0.7, 48),
+    )
+    course._remedies()
+    assert course.diagnosis.winner == "" and course.diagnosis.verdict == "bias"
+    assert pair.name in course.diagnosis.remedies_note
 
 
 def test_a_source_is_that_of_the_unmodified_model() -> None:

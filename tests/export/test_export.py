@@ -152,7 +152,6 @@ def test_changes_of_the_prompt_are_left_to_the_user(
         ("[documents_twice,scale_channel]", "transformers"),
         ("rope_base", "checkpoint"),
         ("[question_first_and_last,rope_base]", "checkpoint"),
-        ("[rope_base,scale_channel]", "checkpoint"),
     ],
 )
 def test_the_format_that_a_fixed_run_proposes_holds_its_method(

@@ -74,3 +74,16 @@ def test_the_models_own_base_is_kept_where_no_other_is_better(
     result = posbench(*SEARCH, "stages=[search]", "search.factors=[0.01]")
     assert result.status == 0, result.err
     assert "it is the model's own, and no other one is better" in result.out
+    (folder,) = run_folders(outputs)
+    check = pd.read_csv(folder / "held_back.csv")
+    assert check["gain"].tolist() == [0.0]
+
+
+def test_one_calibration_prompt_has_a_figure_without_intervals(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    few = "task.calibration_examples=1"
+    result = posbench(*SEARCH, "stages=[search,report]", few)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert (folder / "figures" / "bases.svg").is_file()
