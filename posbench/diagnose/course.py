@@ -677,9 +677,10 @@ class Course:
         gap = diagnosis.source.gap if diagnosis.source else None
         remedies = [*together, *remedies]
         hopeful = hopeful_methods(remedies, gap)
-        note = (
-            f"none of {len(remedies)} methods makes the right answer likelier for sure"
-        )
+        tried = f"none of {len(remedies)} methods"
+        if len(remedies) == 1:
+            tried = "no method that was tried"
+        note = f"{tried} makes the right answer likelier for sure"
         num_prompts = max(remedy.gain.n for remedy in remedies if remedy.gain)
         if hopeful or num_prompts < FIRST_ROUND:
             of_which = ", ".join(hopeful or methods)

@@ -203,7 +203,10 @@ def _verdict_sentence(diagnosis: Diagnosis, looked: Glance | None) -> str:
         return looked.sentence
     if name == NOT_FIXED:
         raced = sum(remedy.gain is not None for remedy in diagnosis.remedies)
-        return f"{model} has a position bias on {task}, and none of {raced} methods takes it away."
+        subject = (
+            f"none of {raced} methods" if raced > 1 else "no method that was tried"
+        )
+        return f"{model} has a position bias on {task}, and {subject} takes it away."
     if name == CANNOT_DO and not diagnosis.pilots:
         return f"{model} cannot do {task}: the right answer is no likelier after its own prompt than after another."
     if name == CANNOT_DO:
