@@ -61,9 +61,11 @@ SOURCE = "Liu et al. 2023"
 FIRST_LINE_READING = "first line"
 WHOLE_READING = "whole reply"
 LEFT_OUT = "left out"
-TOLD_APART = 0.2
-"""Difference between ends and middle for which a larger run is proposed where nothing can be told."""
 """In place of a verdict: prompts with so many items were not asked."""
+TOLD_APART = (0.2, 0.1, 0.05, 0.02)
+"""Differences of ends and middle: where nothing can be told, a run is proposed that detects the next smaller one."""
+SMALLER = 0.75
+"""Share of the present smallest difference that a proposed run detects at most."""
 PAPER_CLOSED_BOOK_ITEMS = 20
 """Documents from which on the paper finds the middle below the closed book."""
 CLOSED_BOOK_CLAIM = f"With {{}} accuracy in the middle is below the closed book ({SOURCE}, Section 2.3: GPT-3.5-Turbo)"
@@ -784,15 +786,16 @@ def first_look(tables: Tables) -> Glance:
     spread = asked["detectable"].max()
     if pd.isna(spread):
         return glance
+    apart = next((a for a in TOLD_APART if a <= SMALLER * spread), TOLD_APART[-1])
     # The interval of a mean shrinks with the root of the questions.
-    needed = math.ceil(_num_questions(asked, cells) * (spread / TOLD_APART) ** 2)
+    needed = math.ceil(_num_questions(asked, cells) * (spread / apart) ** 2)
     chosen = "experiment=liu2023"
     if not last["setting"].endswith("documents"):
         chosen = "study=lost_in_the_middle"
     return replace(
         glance,
         next=f"posbench {chosen} study.questions={needed}",
-        purpose=f"about so many questions tell {100 * TOLD_APART:.0f} points apart",
+        purpose=f"about so many questions tell {100 * apart:.0f} points apart",
     )
 
 

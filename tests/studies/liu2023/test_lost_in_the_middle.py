@@ -622,15 +622,20 @@ def test_a_detectable_effect_is_detected_in_four_of_five_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "next_step"),
+    ("verdict", "detectable", "next_step"),
     [
         # Half the interval takes four times the questions.
-        ("cannot tell", "posbench experiment=liu2023 study.questions=40"),
-        ("cannot do the task", ""),
-        ("no bias", ""),
+        ("cannot tell", 0.4, "posbench experiment=liu2023 study.questions=40"),
+        # A run that tells 20 points apart is there already.
+        ("cannot tell", 0.2, "posbench experiment=liu2023 study.questions=40"),
+        ("cannot tell", 0.21, "posbench experiment=liu2023 study.questions=45"),
+        ("cannot do the task", 0.4, ""),
+        ("no bias", 0.4, ""),
     ],
 )
-def test_only_what_cannot_be_told_is_asked_again(verdict: str, next_step: str) -> None:
+def test_only_what_cannot_be_told_is_asked_again(
+    verdict: str, detectable: float, next_step: str
+) -> None:
     reading = {"reading": "first line", "value": 0.5, "ci_low": 0.2, "ci_high": 0.8}
     cells = [
         {"setting": "10 documents", "gold_position": str(p), "depth": p / 9, **reading}
@@ -643,7 +648,7 @@ def test_only_what_cannot_be_told_is_asked_again(verdict: str, next_step: str) -
         "reading": "first line",
         "verdict": verdict,
         "n": 30,
-        "detectable": 0.4,
+        "detectable": detectable,
     }
     data = {"cells": pd.DataFrame(cells), "verdicts": pd.DataFrame([row])}
     glance = lost_in_the_middle.first_look(data)
