@@ -380,17 +380,18 @@ def _split_prompt_changes(config: Config) -> tuple[Config, dict[str, str]]:
     Returns:
         The config with the others, and the recipe of each that was taken out, by its name.
     """
-    parts = config.choice.parts
-    kept = {k: part for k, part in parts.items() if not part.changes_prompts_alone}
-    recipes = {
-        name: method.recipe or f"posbench method={name} shows it"
-        for name, part in parts.items()
-        if name not in kept and isinstance(method := part.build(), PromptChange)
-    }
-    if not kept or not recipes:
+    recipes: dict[str, str] = {}
+    nodes: dict[str, Mapping[str, Any]] = {}
+    for name, part in config.choice.parts.items():
+        if issubclass(part.cls, PromptChange):
+            change = part.build()
+            assert isinstance(change, PromptChange)
+            recipes[name] = change.recipe or f"posbench method={name} shows it"
+        else:
+            nodes[name] = config.raw["method"]["parts"][name]
+    if not nodes or not recipes:
         return config, {}
-    nodes = {name: config.raw["method"]["parts"][name] for name in kept}
-    node = {**config.raw["method"], "name": "-".join(kept), "parts": nodes}
+    node = {**config.raw["method"], "name": "-".join(nodes), "parts": nodes}
     if len(nodes) == 1:
         ((name, only),) = nodes.items()
         node = {"name": name, **only}

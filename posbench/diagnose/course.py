@@ -24,12 +24,14 @@ from posbench.diagnose.outcome import (
     judge_pilot,
     judge_source,
     judge_structure,
+    none_of,
     points,
     shape_of_run,
 )
 from posbench.diagnose.race import (
     FIRST_ROUND,
     QUESTION_FIRST,
+    RACE_FILE,
     applicable_methods,
     hopeful_methods,
     lead_over,
@@ -669,18 +671,15 @@ class Course:
             return
         remedies = self._race(methods, split.examples)
         diagnosis.winner = winner_of(remedies)
-        together = self._with_question_first(choices, methods, remedies, split.examples)
-        diagnosis.remedies = [*together, *remedies, *left_out]
+        pair = self._with_question_first(choices, methods, remedies, split.examples)
+        remedies = [*pair, *remedies]
+        diagnosis.remedies = [*remedies, *left_out]
         if diagnosis.winner:
             self._hold_back(choices[diagnosis.winner], split.num_held_back)
             return
         gap = diagnosis.source.gap if diagnosis.source else None
-        remedies = [*together, *remedies]
         hopeful = hopeful_methods(remedies, gap)
-        tried = f"none of {len(remedies)} methods"
-        if len(remedies) == 1:
-            tried = "no method that was tried"
-        note = f"{tried} makes the right answer likelier for sure"
+        note = f"{none_of(len(remedies))} makes the right answer likelier for sure"
         num_prompts = max(remedy.gain.n for remedy in remedies if remedy.gain)
         if hopeful or num_prompts < FIRST_ROUND:
             of_which = ", ".join(hopeful or methods)
@@ -700,7 +699,7 @@ class Course:
     ) -> list[Remedy]:
         """Race the best method of the model with the question before the prompt as well, which costs few tokens.
 
-        On both real models of docs/remedies.md the two do more together than either alone. The pair becomes the winner
+        On both real models of docs/remedies.md a smaller RoPE base gains more with it. The pair becomes the winner
         where it is surely better than the method alone, and than the question alone.
 
         Args:
@@ -723,9 +722,8 @@ class Course:
         name = "-".join(parts)
         pair = MethodChoice.listed(parts, name)
         # The question alone is a control: it could be all that helps.
-        question = choices[QUESTION_FIRST].build()
         contestants = {
-            QUESTION_FIRST: question,
+            QUESTION_FIRST: choices[QUESTION_FIRST].build(),
             best: methods[best],
             name: pair.build(),
         }
@@ -733,10 +731,8 @@ class Course:
             raced = self._race(contestants, examples)
         except UserError:
             return []  # the prompts have no question that could come first
-        leads = [
-            lead_over(name, part, self._race_folder(), examples)
-            for part in (QUESTION_FIRST, best)
-        ]
+        rows = self._race_folder().rows_without_error(RACE_FILE)
+        leads = [lead_over(name, part, rows, examples) for part in parts]
         together = [remedy for remedy in raced if remedy.name == name]
         is_ahead = all(lead.n >= FIRST_ROUND and lead.ci_low > 0 for lead in leads)
         if is_ahead and winner_of(together):
@@ -813,10 +809,10 @@ class Course:
         typed_count = self.runs.typed_number("task.calibration_examples")
         if typed_count:
             num_prompts = min(num_prompts, typed_count)
-        asked = self.diagnosis.shape.questions
+        of_shape = self.diagnosis.shape.questions
         split = None
         # A file may hold too few questions for both.
-        for most in (max(asked, HELD_BACK), max(asked, MIN_HELD_BACK)):
+        for most in (max(of_shape, HELD_BACK), max(of_shape, MIN_HELD_BACK)):
             with suppress(UserError):
                 split = self._split(num_prompts, self._typed_limit(most))
                 break

@@ -78,6 +78,11 @@ class Pilot:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+def none_of(methods: int) -> str:
+    """The subject of a sentence on so many methods that were tried."""
+    return f"none of {methods} methods" if methods > 1 else "no method that was tried"
+
+
 def judge_pilot(
     rows: Sequence[Mapping[str, Any]],
     metric: str,

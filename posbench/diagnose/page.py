@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, points
+from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, none_of, points
 from posbench.diagnose.race import QUESTION_FIRST
 from posbench.files.atomic import write_json, write_text
 from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
@@ -203,10 +203,7 @@ def _verdict_sentence(diagnosis: Diagnosis, looked: Glance | None) -> str:
         return looked.sentence
     if name == NOT_FIXED:
         raced = sum(remedy.gain is not None for remedy in diagnosis.remedies)
-        subject = (
-            f"none of {raced} methods" if raced > 1 else "no method that was tried"
-        )
-        return f"{model} has a position bias on {task}, and {subject} takes it away."
+        return f"{model} has a position bias on {task}, and {none_of(raced)} takes it away."
     if name == CANNOT_DO and not diagnosis.pilots:
         return f"{model} cannot do {task}: the right answer is no likelier after its own prompt than after another."
     if name == CANNOT_DO:

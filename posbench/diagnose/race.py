@@ -156,11 +156,13 @@ def race(
         The methods, the one with the largest gain first. A gain is paired over the prompts that both read.
     """
     contestants: dict[str, Method] = {UNMODIFIED: Unmodified(), **methods}
-    pairs = {
-        (name, example.id): encode_with_answer(lm, example)
-        for name, method in contestants.items()
-        for example in _as_asked(lm, task, method, examples)
-    }
+    as_given = {e.id: encode_with_answer(lm, e) for e in examples}
+    # By method, its prompts with their answers, by the id of their example.
+    encoded = dict.fromkeys(contestants, as_given)
+    for name, method in contestants.items():
+        if method.rewrites:
+            rewritten = rewrite_examples(lm, task, examples, method)
+            encoded[name] = {e.id: encode_with_answer(lm, e) for e in rewritten}
     batches = [
         [
             Heat(name, e, start // RACE_BATCH)
@@ -173,8 +175,8 @@ def race(
     def compute(batch: Sequence[Heat]) -> list[Row]:
         began = time.monotonic()
         with contestants[batch[0].method].applied(lm):
-            batch_pairs = [pairs[heat.method, heat.example.id] for heat in batch]
-            losses = lm.answer_token_loss(batch_pairs, batch_size=len(batch))
+            pairs = [encoded[heat.method][heat.example.id] for heat in batch]
+            losses = lm.answer_token_loss(pairs, batch_size=len(batch))
         seconds = (time.monotonic() - began) / len(batch)
         return [
             {"round": heat.round, "loss": loss, "seconds": seconds}
@@ -182,9 +184,9 @@ def race(
         ]
 
     def proof(heat: Heat) -> Row:
-        prompt, answer = pairs[heat.method, heat.example.id]
+        prompt_ids, answer_ids = encoded[heat.method][heat.example.id]
         return {
-            REQUEST: request_digest([*prompt, *answer], ()),
+            REQUEST: request_digest([*prompt_ids, *answer_ids], ()),
             COMPUTATION: short_hash(repr(contestants[heat.method])),
         }
 
@@ -200,28 +202,21 @@ def race(
     return sorted((_remedy(name, race_rows, examples) for name in methods), key=_rank)
 
 
-def _as_asked(
-    lm: LM, task: Task, method: Method, examples: Sequence[Example]
-) -> Sequence[Example]:
-    """The examples with the prompts that a method asks."""
-    if not method.rewrites:
-        return examples
-    return rewrite_examples(lm, task, examples, method)
-
-
 def lead_over(
-    first: str, second: str, out: RunDir, examples: Sequence[Example]
+    first: str, second: str, rows: Sequence[Row], examples: Sequence[Example]
 ) -> Estimate:
-    """Return by how much the loss of one method lies below that of another, paired, in nats per answer token.
+    """Return by how much the loss of one method lies below that of another, in nats per answer token.
+
+    It is paired over the prompts that both read.
 
     Args:
         first: The one.
         second: The other.
-        out: The folder with the rows of their race.
+        rows: The rows of their race.
         examples: The prompts of the race.
     """
     losses: dict[str, dict[str, float]] = {first: {}, second: {}}
-    for row in out.rows_without_error(RACE_FILE):
+    for row in rows:
         if row["method"] in losses:
             losses[row["method"]][row["id"]] = row["loss"]
     both = [e for e in examples if e.id in losses[first] and e.id in losses[second]]
@@ -232,11 +227,12 @@ def lead_over(
 def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Remedy:
     """The gain of a method on the prompts that it read, and its time divided by the unmodified model's."""
     unmodified = {row["id"]: row for row in rows if row["method"] == UNMODIFIED}
-    under_method = {row["id"]: row for row in rows if row["method"] == name}
-    both = [e for e in examples if e.id in under_method and e.id in unmodified]
-    falls = [unmodified[e.id]["loss"] - under_method[e.id]["loss"] for e in both]
-    gain = difference(np.array(falls), [e.question_id for e in both])
-    ratios = [under_method[e.id]["seconds"] / unmodified[e.id]["seconds"] for e in both]
+    ratios = [
+        row["seconds"] / unmodified[row["id"]]["seconds"]
+        for row in rows
+        if row["method"] == name and row["id"] in unmodified
+    ]
+    gain = lead_over(name, UNMODIFIED, rows, examples)
     return Remedy(name, gain, round(median(ratios), 2))
 
 

@@ -563,7 +563,8 @@ def next_step(records: Sequence[Record]) -> str:
     """
     for newest in records:
         record = _least_biased_fix(newest, records)
-        state, name = record["state"], record["run"]
+        state = record["state"]
+        name = record["run"]
         if record is not newest:
             name += ", the fixed run with the least bias"
         folder = Path(record["folder"])

@@ -59,7 +59,7 @@ class BaseSearch(Search):
         Writes ``search.csv``: a row for each base, with its loss in nats per answer token, and by how much it is below
         that of the model's own base, paired over questions.
         """
-        own = rope.own_base(run.lm.model)
+        own_base = rope.own_base(run.lm.model)
         examples = run.examples("calibration")
         batches = run.prompts.batches_by_length(
             examples, lambda example: self.prompt_length(run, example)
@@ -68,21 +68,21 @@ class BaseSearch(Search):
             base: self.measure_under(
                 run, f"{base:g}", RopeBase(base=base), batches, SEARCH_ROWS_FILE
             )
-            for base in sorted({own, *(factor * own for factor in self.factors)})
+            for base in sorted({own_base, *(own_base * f for f in self.factors)})
         }
         rows = []
         for base, by_prompt in losses.items():
-            falls = [losses[own][e.id] - by_prompt[e.id] for e in examples]
+            falls = [losses[own_base][e.id] - by_prompt[e.id] for e in examples]
             fall = difference(np.array(falls), [e.question_id for e in examples])
             loss = float(np.mean([by_prompt[e.id] for e in examples]))
-            row = {"base": base, "own_base": own, "loss": loss, "fall": fall.value}
+            row = {"base": base, "own_base": own_base, "loss": loss, "fall": fall.value}
             row |= {"ci_low": fall.ci_low, "ci_high": fall.ci_high, "n": fall.n}
             rows.append(row)
         write_csv(run.out.path / "search.csv", pd.DataFrame(rows))
         best = min(rows, key=lambda row: row["loss"])
         block = {
             "base": best["base"],
-            "own_base": own,
+            "own_base": own_base,
             "loss": round(best["loss"], 6),
             "loss_unmodified": round(best["loss"] + best["fall"], 6),
         }

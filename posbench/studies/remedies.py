@@ -216,8 +216,9 @@ class Remedies(TimingStudy):
         choices = {}
         for names in map(_names, self.methods or run.all_methods):
             parts = {name: run.all_methods[name] for name in names}
-            name = TOGETHER.join(parts)
-            choices[name] = parts.get(name) or MethodChoice.listed(parts, name)
+            joined = TOGETHER.join(parts)
+            # A list of one is that method.
+            choices[joined] = parts.get(joined) or MethodChoice.listed(parts, joined)
         return choices
 
     def _costs(

@@ -169,6 +169,6 @@ def test_a_method_that_rewrites_prompts_is_raced_on_what_it_makes_of_them(
     gains = {remedy.name: remedy.gain for remedy in found}
     expected = losses(Unmodified(), first=False) - of_pair
     assert gains["pair"].value == pytest.approx(expected.mean(), abs=1e-5)
-    lead = lead_over("pair", "alone", RunDir(folder), examples)
+    lead = lead_over("pair", "alone", RunDir(folder).rows(RACE_FILE), examples)
     ahead = losses(METHODS["minus"], first=False) - of_pair
     assert lead.value == pytest.approx(ahead.mean(), abs=1e-5)
