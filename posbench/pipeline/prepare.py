@@ -391,10 +391,14 @@ def _check_prompts_of_method(run: Run, config: Config) -> None:
         allowed = f"a task whose prompts have items, which {name} reads"
         hint = "task=kv_retrieval or task=nq_multidoc; docs/own_data.md says how to mark yours"
         raise UserError("task", run.task.name, allowed, hint)
-    for stage in ("study", "search"):
-        if method.rewrites and stage in config.stages:
-            allowed = f"no {stage} stage: it looks at prompts as the task gives them, and {name} rewrites them"
-            raise UserError("stages", stage, allowed, "set stages=[intervene,evaluate]")
+    if method.rewrites and "study" in config.stages:
+        allowed = f"no study stage: it looks at prompts as the task gives them, and {name} rewrites them"
+        raise UserError("stages", "study", allowed, "set stages=[intervene,evaluate]")
+    # A search measures the answer right after the prompt, or takes the reply for it.
+    is_plain = method.rewrites_by_text and not method.answer_cue
+    if method.rewrites and "search" in config.stages and not is_plain:
+        allowed = "no search stage, or changes of the prompt that need no model and ask for the answer alone"
+        raise UserError("stages", "search", allowed, "set stages=[intervene,evaluate]")
 
 
 def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
@@ -406,7 +410,8 @@ def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
     if "search" in stages:
         examples = run.task.examples("calibration")
         longest = max(examples, key=lambda e: len(e.prompt))
-        yield run.lm.encode(longest.prompt).ids
+        (asked,) = run.as_asked([longest])
+        yield run.lm.encode(asked.prompt).ids
     if {"intervene", "evaluate"} & set(stages):
         examples = run.evaluation
         method = run.method.trial()

@@ -483,7 +483,11 @@ def gain_glance(facts: Mapping[str, Any], details: str) -> Glance:
     numbers = (
         Number.of("gain", gain, unit),
         Number(f"{measure}, found", f"{facts['found']:.3g}", unit),
-        Number(f"{measure}, unmodified", f"{facts['unmodified']:.3g}", unit),
+        Number(
+            f"{measure}, {held_back.baseline(facts)}",
+            f"{facts['unmodified']:.3g}",
+            unit,
+        ),
     )
     verb = "lowers" if measure == "loss" else "raises"
     sample = f"{facts['n']} held-back prompts"

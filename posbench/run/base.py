@@ -134,6 +134,11 @@ class Run:
             return self.evaluation
         return self.task.examples(split)
 
+    def as_asked(self, examples: list[Example]) -> list[Example]:
+        """Return examples as the method under test asks them: where it, or a part of a list, changes the prompt."""
+        method = self.method.trial()
+        return self.prompts.rewrite(examples, method) if method.rewrites else examples
+
     @cached_property
     def prompts(self) -> PromptBatcher:
         """Encodes the task's examples as the model reads them, and groups them into batches."""

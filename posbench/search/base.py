@@ -43,6 +43,8 @@ FOUND_FILE = "found.yaml"
 SEARCH_ROWS_FILE = "search.jsonl"
 STATE_FILE = "search_state.pt"
 CHECKSUM_BYTES = 32
+ALONE = "alone"
+"""Place of a method whose search runs under no other method."""
 VERDICT_COMMENT = "# Verdict of this run: "
 """Beginning of the first line of a ``found.yaml`` whose constants were evaluated."""
 Read: TypeAlias = "Callable[[str], pd.DataFrame | None]"
@@ -78,6 +80,8 @@ class Search(ABC):
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
         """The choice, or its part, that this search serves; None if there is none."""
+        if choice.parts and self.place == ALONE:
+            return None
         for candidate in (choice, *choice.parts.values()):
             if issubclass(candidate.cls, self.serves):
                 return candidate
@@ -140,6 +144,10 @@ class Search(ABC):
     def as_measured(self, run: Run, examples: list[Example]) -> list[Example]:
         """Prompts as the search measures them."""
         return examples
+
+    def calibration(self, run: Run) -> list[Example]:
+        """The calibration prompts as other methods of a list rewrite them, and as the search measures them."""
+        return self.as_measured(run, run.as_asked(run.examples("calibration")))
 
     def prompt_length(self, run: Run, example: Example) -> int:
         """Tokens of a prompt of the check; `UserError` where it does not fit the window."""
@@ -287,7 +295,7 @@ class Search(ABC):
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
     def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare the result with the unmodified model on held-back prompts; rows that exist are not computed again.
+        """Compare the result on held-back prompts with the model without it; rows that exist are not computed again.
 
         Questions with a prompt that was asked before, or that does not fit the window, are left out.
 
@@ -305,10 +313,9 @@ class Search(ABC):
             for example in self.held_back_examples(run, self.held_back)
         ]
         lengths: dict[str, int] = {}
-        refused_questions: set[str] = set()
+        refused_questions = {e.cluster for e in examples if e.prompt in used_prompts}
+        examples = run.as_asked(examples)
         for example in examples:
-            if example.prompt in used_prompts:
-                refused_questions.add(example.cluster)
             try:
                 lengths[example.id] = self.prompt_length(run, example)
             except UserError:
@@ -340,7 +347,9 @@ class Search(ABC):
         if keeps_unmodified and held_back.was_checked(facts):
             # No sample: the two are the same model, so its gain is 0 on every prompt.
             facts |= {"gain": 0.0, "ci_low": 0.0, "ci_high": 0.0}
-        return facts
+        parts = run.method.choice.parts
+        others = [name for name in parts if name != run.method.searched.name]
+        return facts | ({"beside": ", ".join(others)} if others else {})
 
     def measure_under(
         self,

@@ -60,7 +60,7 @@ class BaseSearch(Search):
         that of the model's own base, paired over questions.
         """
         own_base = rope.own_base(run.lm.model)
-        examples = run.examples("calibration")
+        examples = self.calibration(run)
         batches = run.prompts.batches_by_length(
             examples, lambda example: self.prompt_length(run, example)
         )

@@ -470,7 +470,7 @@ class ChannelSearch(DeploySearch):
         """
         from posbench.measure.losses import candidate_losses
 
-        examples = self.as_measured(run, run.examples("calibration"))
+        examples = self.calibration(run)
         pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
         lengths = [len(pairs[e.id][0]) for e in examples]
         groups = length_batches(lengths, self.batch_size, boundary=run.lm.rope_boundary)

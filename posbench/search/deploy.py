@@ -204,7 +204,7 @@ class DeploySearch(Search):
             replace(mode, channel=c.channel, factor=c.factor, layers=c.layers)
             for c in shortlisted
         ]
-        examples = self.as_measured(run, run.examples("calibration"))
+        examples = self.calibration(run)
         clusters = [e.question_id for e in examples]
         losses_last_1 = losses[[0, *(i + 1 for i in shortlist)]]
         shipped_losses = losses_last_1

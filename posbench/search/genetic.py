@@ -245,6 +245,7 @@ class GeneticSearch(ScaleSearch):
         folder = run.out
         unmodified = (1.0,) * run.lm.layers
         examples, positions = calibration_questions(run.task, self.calibration_seed)
+        examples = run.as_asked(examples)
         evaluate = make_evaluator(run.lm, run.task, examples, run.method.with_target)
 
         folder.repair(SEARCH_ROWS_FILE)

@@ -6,13 +6,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
 from posbench.files.atomic import write_csv
 from posbench.late import Tensor, pd, torch
 from posbench.measure.replies import encode_with_answer
-from posbench.methods.choice import MethodChoice
 from posbench.model import rope
 from posbench.model.guard import guarded
 from posbench.model.lm import LM
@@ -20,7 +20,7 @@ from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Positive, Scale
-from posbench.search.base import Read, epoch_section, load_state, save_state
+from posbench.search.base import ALONE, Read, epoch_section, load_state, save_state
 from posbench.search.scales import (
     NO_SCALES,
     POSITIONS,
@@ -44,6 +44,9 @@ class GradientSearch(ScaleSearch):
 
     Source: LPES, Appendix C. Loss (not given there): cross-entropy of the answer tokens.
     """
+
+    # Other methods would cut the scales from their gradients.
+    place: ClassVar[str] = ALONE
 
     start: Scale = 1.0
     learning_rate: Positive = 1e-5
@@ -72,10 +75,6 @@ class GradientSearch(ScaleSearch):
             replies=2 * questions,
             batches=2 * math.ceil(questions / self.batch_size),
         )
-
-    def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """The choice itself; None for a list, whose inner methods would cut the scales from their gradients."""
-        return None if choice.parts else super().target(choice)
 
     def search(self, run: Run) -> None:
         """Train the scales, and write ``search.csv``, a row per epoch; the last epoch's scales are the result."""

@@ -1,4 +1,4 @@
-"""Gain of a search on held-back prompts, which it never saw, over the unmodified model."""
+"""Gain of a search on held-back prompts, which it never saw, over the model without what it found."""
 
 from __future__ import annotations
 
@@ -23,8 +23,18 @@ SMALLEST_LOSS_GAIN = 0.02
 SMALLEST_SCORE_GAIN = 0.01
 """Share of a fitness or score worth naming."""
 
-TABLE_COLUMNS = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
-"""Columns of ``held_back.csv``, a single row; ``n`` counts prompts."""
+TABLE_COLUMNS = (
+    "measure",
+    "found",
+    "unmodified",
+    "gain",
+    "ci_low",
+    "ci_high",
+    "n",
+    "beside",
+)
+"""Columns of ``held_back.csv``, a single row; ``n`` counts prompts, ``beside`` names the other methods of a list, under
+which the ``unmodified`` model was measured, too."""
 
 
 def gain_facts(
@@ -90,6 +100,12 @@ def was_checked(facts: Mapping[str, Any]) -> bool:
     return bool(pd.notna(facts.get("gain")))
 
 
+def baseline(facts: Mapping[str, Any]) -> str:
+    """Name of what the result is compared with: the unmodified model, or the other methods of a list alone."""
+    beside = facts.get("beside")
+    return f"{beside} alone" if isinstance(beside, str) else "unmodified"
+
+
 def summary_line(facts: Mapping[str, Any]) -> str:
     """Return one line on whether the search's result is better on held-back prompts, too.
 
@@ -110,7 +126,7 @@ def summary_line(facts: Mapping[str, Any]) -> str:
     else:
         verdict = f"the search gains nothing worth naming ({smallest:g} or more)"
     means = f"{facts['measure']} {facts['found']:.4g}"
-    means += f", unmodified {facts['unmodified']:.4g}"
+    means += f", {baseline(facts)} {facts['unmodified']:.4g}"
     interval = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])
     return f"{verdict}: {means} on {facts['n']} held-back prompts, gain {interval}"
 

@@ -26,7 +26,7 @@ from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Positive, Seed, Several
-from posbench.search.base import Read, Search, epoch_section
+from posbench.search.base import ALONE, Read, Search, epoch_section
 from posbench.tasks import Example
 from posbench.tasks.reading import read_data_rows
 
@@ -57,7 +57,7 @@ class RouterSearch(Search):
     """
 
     serves: ClassVar[type[MoICE]] = MoICE
-    place: ClassVar[str] = "alone"
+    place: ClassVar[str] = ALONE
     finds: ClassVar[Mapping[str, Any]] = {"weights": "uniform"}
 
     steps: Count = 7

@@ -1,7 +1,8 @@
 """The search for a RoPE base, against stock models with that base in their config."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -66,6 +67,61 @@ def test_the_base_with_the_likeliest_answers_is_found_and_used(
     ]
     assert gain["value"].item() > 0
     assert "base 300000.0" in result.out
+
+
+def test_under_a_change_of_the_prompt_the_changed_prompts_are_read(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """With the question first as well, which is written here by hand."""
+    listed = "method=[question_first_and_last,rope_base]"
+    args = (*SEARCH, "stages=[search,report]", "search.held_back=12", listed)
+    result = posbench(*args)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    table = pd.read_csv(folder / "search.csv").set_index("base")
+    examples = config_of(*SEARCH).task.examples("calibration")
+    lm = package.load("tiny")
+    prompts = []
+    for example in examples:
+        start, end = example.question
+        prompt = f"{example.prompt[start:end]}\n\n{example.prompt}"
+        prompts.append(encode_with_answer(lm, replace(example, prompt=prompt)))
+    for base, row in table.iterrows():
+        assert row["loss"] == pytest.approx(stock_loss(base, prompts), abs=1e-4)
+    check = pd.read_csv(folder / "held_back.csv")
+    assert check["beside"].tolist() == ["question_first_and_last"]
+    assert (
+        f"question_first_and_last alone {check['unmodified'].item():.4g}" in result.out
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "allowed"),
+    [
+        (
+            ("method=[recite,rope_base]", "search=bases"),
+            "changes of the prompt that need no model and ask for the answer alone",
+        ),
+        (
+            ("method=[layer_scaling,moice]", "search=router"),
+            "which serves moice alone",
+        ),
+        (
+            ("method=[layer_scaling,scale_channel]", "search=gradient"),
+            "which serves layer_scaling alone",
+        ),
+    ],
+)
+def test_lists_that_a_search_does_not_serve_are_refused(
+    posbench: Callable[..., Result],
+    outputs: Path,
+    args: Sequence[str],
+    allowed: str,
+) -> None:
+    result = posbench("model=tiny", "stages=[search]", *args)
+    assert result.status == 2
+    assert allowed in result.err
+    assert not run_folders(outputs)
 
 
 def test_the_models_own_base_is_kept_where_no_other_is_better(
