@@ -185,6 +185,32 @@ class RaceSplit(NamedTuple):
     num_held_back: int
 
 
+class Searched(NamedTuple):
+    """A method with the constants that a search found.
+
+    Attributes:
+        choice: The method.
+        keeps_unmodified: Whether the search kept the unmodified model.
+    """
+
+    choice: MethodChoice
+    keeps_unmodified: bool
+
+
+class Pair(NamedTuple):
+    """A change of the prompt and a method of the model together.
+
+    Attributes:
+        choice: The two.
+        remedy: What is known of them.
+        leads: Whether they are surely better than either alone, and than the unmodified model.
+    """
+
+    choice: MethodChoice
+    remedy: Remedy
+    leads: bool
+
+
 class Course:
     """Takes the parts of a diagnosis in turn.
 
@@ -233,8 +259,6 @@ class Course:
             raise UserError("budget", budget.text, allowed, hint)
         self.diagnosis.model = model.name if model.in_process else model.server_name
         self.diagnosis.task = task.name
-        # Methods whose search found nothing better than the unmodified model.
-        self._kept_by_search: list[Remedy] = []
 
     @property
     def task(self) -> Task:
@@ -657,9 +681,9 @@ class Course:
         except UserError as error:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
-        choices = self._choices(split.num_held_back)
+        choices, kept = self._choices(split.num_held_back)
         methods, left_out = applicable_methods(lm, choices, split.examples)
-        left_out += self._kept_by_search
+        left_out += kept
         if not methods:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "no method runs on this model"
@@ -672,8 +696,13 @@ class Course:
         remedies = self._race(methods, split.examples)
         diagnosis.winner = winner_of(remedies)
         pair = self._with_question_first(choices, methods, remedies, split.examples)
-        remedies = [*pair, *remedies]
+        if pair:
+            remedies = [pair.remedy, *remedies]
         diagnosis.remedies = [*remedies, *left_out]
+        if pair and pair.leads:
+            diagnosis.winner = pair.remedy.name
+            diagnosis.winner_changes = "the prompt and the model"
+            choices[diagnosis.winner] = pair.choice
         if diagnosis.winner:
             self._hold_back(choices[diagnosis.winner], split.num_held_back)
             return
@@ -692,32 +721,31 @@ class Course:
 
     def _with_question_first(
         self,
-        choices: dict[str, MethodChoice],
+        choices: Mapping[str, MethodChoice],
         methods: Mapping[str, Method],
         remedies: Sequence[Remedy],
         examples: Sequence[Example],
-    ) -> list[Remedy]:
+    ) -> Pair | None:
         """Race the best method of the model with the question before the prompt as well, which costs few tokens.
 
-        On both real models of docs/remedies.md a smaller RoPE base gains more with it. The pair becomes the winner
-        where it is surely better than the method alone, and than the question alone.
+        On both real models of docs/remedies.md a smaller RoPE base gains more with it.
 
         Args:
-            choices: The methods by name; the pair is added.
+            choices: The methods by name.
             methods: Those that were raced.
             remedies: What is known of them, the best first.
             examples: The prompts of the race.
 
         Returns:
-            What is known of the pair; empty where there is none.
+            The two; None where there is no such method, no time, or no question.
         """
         is_typed = any(key.startswith("method") for key in self.runs.typed_keys)
         hopeful = hopeful_methods(remedies, None)
-        best = self.diagnosis.winner or (hopeful[0] if hopeful else "")
+        best = winner_of(remedies) or (hopeful[0] if hopeful else "")
         if is_typed or not best:
-            return []
+            return None
         if self.allowance.left(END_SHARES["remedies"]) <= 0:
-            return []
+            return None
         parts = {name: choices[name] for name in (QUESTION_FIRST, best)}
         name = "-".join(parts)
         pair = MethodChoice.listed(parts, name)
@@ -730,16 +758,12 @@ class Course:
         try:
             raced = self._race(contestants, examples)
         except UserError:
-            return []  # the prompts have no question that could come first
+            return None  # the prompts have no question that could come first
         rows = self._race_folder().rows_without_error(RACE_FILE)
         leads = [lead_over(name, part, rows, examples) for part in parts]
-        together = [remedy for remedy in raced if remedy.name == name]
+        (remedy,) = (remedy for remedy in raced if remedy.name == name)
         is_ahead = all(lead.n >= FIRST_ROUND and lead.ci_low > 0 for lead in leads)
-        if is_ahead and winner_of(together):
-            choices[name] = pair
-            self.diagnosis.winner = name
-            self.diagnosis.winner_changes = "the prompt and the model"
-        return together
+        return Pair(pair, remedy, leads=is_ahead and bool(winner_of([remedy])))
 
     def _race(
         self, methods: Mapping[str, Method], examples: Sequence[Example]
@@ -877,21 +901,27 @@ class Course:
 
     # Methods
 
-    def _choices(self, num_held_back: int) -> dict[str, MethodChoice]:
-        """The methods to race: the typed one, or all; includes the result of a search where time is left for one.
+    def _choices(
+        self, num_held_back: int
+    ) -> tuple[dict[str, MethodChoice], list[Remedy]]:
+        """Return the methods to race: the typed one, or all, with the results of searches where time is left for them.
 
         Args:
             num_held_back: Questions that are held back from the search.
+
+        Returns:
+            The methods by name, and those whose search found nothing better than the unmodified model.
         """
         part_overrides = ["task.limit=1"]
         if "method" in self.runs.typed_keys:
             choice = self.runs.prepare(
                 part_overrides, method="", in_process=True
             ).choice
-            return {choice.name: choice}
+            return {choice.name: choice}, []
         config = self.runs.prepare(part_overrides, in_process=True)
         folders = paths.config_folders(read_flags(self.args).config_dir)
         choices = all_choices(folders, config.model.blocks)
+        kept = []
         for name in SEARCHES:
             choice = choices[name]
             needed = required_fields(choice.cls)
@@ -899,17 +929,15 @@ class Course:
                 continue
             if not _fits(choice, self.runs.lm):
                 continue
-            constants = self._search(name, num_held_back)
-            if constants and constants.get("base") == constants.get("own_base", ""):
+            found = self._search(choice, num_held_back)
+            if found and found.keeps_unmodified:
+                # It could win the race by rounding.
                 del choices[name]
-                note = "its search kept the model's own value"
-                self._kept_by_search.append(Remedy(name, note=note))
-                continue
-            values = {k: v for k, v in constants.items() if k in choice.values}
-            choices[name] = MethodChoice(
-                name=name, cls=choice.cls, values={**choice.values, **values}
-            )
-        return choices
+                note = "its search found nothing better than the unmodified model"
+                kept.append(Remedy(name, note=note))
+            elif found:
+                choices[name] = found.choice
+        return choices, kept
 
     def _spell_method(self, choice: MethodChoice) -> list[str]:
         """Return a method, or a list of methods, and its constants as overrides."""
@@ -925,22 +953,23 @@ class Course:
         ]
         return [f"method={names}", *constants]
 
-    def _search(self, name: str, num_held_back: int) -> Mapping[str, Any]:
-        """Search for constants of a method; return them, or nothing where there is no time for a search.
+    def _search(self, choice: MethodChoice, num_held_back: int) -> Searched | None:
+        """Search for constants of a method; None where there is no time for a search.
 
         A budget that is not a time leaves none.
 
         Args:
-            name: The method, of :data:`SEARCHES`.
+            choice: The method, of :data:`SEARCHES`, without its constants.
             num_held_back: Questions to evaluate, which the search must leave alone.
         """
+        name = choice.name
         left = self.allowance.left(END_SHARES["remedies"])
         if not self.allowance.is_time:
-            return {}
+            return None
         search, prompts, settings = SEARCHES[name]
         needed = prompts * self._measured_cost_of_prompt()
         if left < max(needed, MIN_SEARCH_SECONDS):
-            return {}
+            return None
         part_overrides = [
             f"method={name}",
             f"search={search}",
@@ -948,21 +977,25 @@ class Course:
             f"task.limit={num_held_back}",
             "task.calibration_examples=16",
         ]
+        options: Mapping[str, Any] = {
+            "method": "",
+            "stages": "search",
+            "in_process": True,
+        }
         try:
-            folder = self.runs.execute(
-                f"search of {name}",
-                part_overrides,
-                method="",
-                stages="search",
-                in_process=True,
-            )
+            config = self.runs.prepare(part_overrides, **options)
+            folder = self.runs.execute(f"search of {name}", part_overrides, **options)
         except UserError as error:
             self.console.print(f"search: {error}", markup=False)
-            return {}
+            return None
         found: dict[str, dict[str, Any]] = read_yaml(
             folder / FOUND_FILE, dict[str, dict[str, Any]], hint=CORRECT_FILE
         )
-        return found[name]
+        block = found[name]
+        values = choice.values | config.search.parameters(block)
+        with_constants = replace(choice, values=values)
+        keeps = config.search.keeps_unmodified(block, with_constants.build())
+        return Searched(with_constants, keeps)
 
     # Sizes
 

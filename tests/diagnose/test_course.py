@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import posbench as library
+from posbench import paths
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.course import Course
 from posbench.diagnose.outcome import Remedy, Shape, Source
@@ -192,7 +193,8 @@ def test_constants_are_searched_only_where_the_budget_has_room(
         raise UserError("search", part, "time", "nothing")
 
     monkeypatch.setattr(course.runs, "execute", execute_nothing)
-    assert course._search("scale_channel", 30) == {}
+    choice = all_choices(paths.config_folders(None), {})["scale_channel"]
+    assert course._search(choice, 30) is None
     assert bool(asked) == searches
 
 
@@ -200,7 +202,9 @@ def test_a_winner_that_is_a_list_of_methods_is_asked_with_its_constants() -> Non
     methods = "method=[layer_scaling,scale_channel]"
     factor = "method.parts.scale_channel.factor=0"
     course = make_course("model=tiny", methods, factor)
-    ((_, choice),) = course._choices(30).items()
+    choices, kept = course._choices(30)
+    assert not kept
+    (choice,) = choices.values()
     spelt = course._spell_method(choice)
     assert spelt[0] == methods and factor in spelt
     part = course.runs.prepare(spelt, method="", in_process=True)
@@ -253,7 +257,7 @@ def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
 
 
 def test_a_base_that_the_search_kept_is_not_raced(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is the unmodified model, and could win by rounding."""
     course = make_course("model=tiny")
@@ -274,12 +278,42 @@ def test_a_base_that_the_search_kept_is_not_raced(
         return config
 
     monkeypatch.setattr(course.runs, "prepare", without_block)
+    monkeypatch.setattr(course.allowance, "left", lambda share: 1e9)
+    monkeypatch.setattr(course, "_measured_cost_of_prompt", lambda: 0.0)
     for base, is_raced in ((10000.0, False), (30000.0, True)):
-        course._kept_by_search.clear()
-        found = {"base": base, "own_base": 10000.0}
-        monkeypatch.setattr(course, "_search", lambda *args, f=found: f)
-        assert ("rope_base" in course._choices(30)) == is_raced
-        assert bool(course._kept_by_search) != is_raced
+        (tmp_path / "found.yaml").write_text(
+            f"rope_base: {{base: {base}, own_base: 10000.0}}"
+        )
+        monkeypatch.setattr(course.runs, "execute", lambda *args, **kwargs: tmp_path)
+        choices, kept = course._choices(30)
+        assert ("rope_base" in choices) == is_raced
+        assert [remedy.name for remedy in kept] == ([] if is_raced else ["rope_base"])
+        if is_raced:
+            assert choices["rope_base"].values["base"] == base
+
+
+def test_a_channel_that_the_search_kept_is_not_raced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A search that found no better channel than none names none."""
+    course = make_course("model=tiny")
+    prepared = course.runs.prepare
+
+    def without_block(*args: Any, **kwargs: Any) -> Config:
+        config = prepared(*args, **kwargs)
+        config.model.blocks.pop("scale_channel", None)
+        return config
+
+    monkeypatch.setattr(course.runs, "prepare", without_block)
+    monkeypatch.setattr(course.allowance, "left", lambda share: 1e9)
+    monkeypatch.setattr(course, "_measured_cost_of_prompt", lambda: 0.0)
+    (tmp_path / "found.yaml").write_text(
+        "scale_channel: {channel: null, factor: 1.0, layers: null}"
+    )
+    monkeypatch.setattr(course.runs, "execute", lambda *args, **kwargs: tmp_path)
+    choices, kept = course._choices(30)
+    assert "scale_channel" not in choices
+    assert [remedy.name for remedy in kept] == ["scale_channel"]
 
 
 def test_a_pair_whose_gain_is_sure_leaves_the_verdict_open(
