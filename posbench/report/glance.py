@@ -37,6 +37,7 @@ from posbench.stats.frames import (
     rows_over_all_positions,
 )
 from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
+from posbench.stats.policies import MARGIN
 from posbench.stats.shape import NEGLIGIBLE_CONTRAST, SHAPES, SIDES, shape_in_metrics
 from posbench.stats.verdict import (
     BIAS,
@@ -75,6 +76,9 @@ ScoreOrder = Literal["above", "below", "alike", "not compared"]
 MAX_WORD_CHARACTERS = 30
 """Characters of the word of a comparison up to which it names the run."""
 EXPORT_PURPOSE = "writes the fix as files that others load"
+MARGIN_TEXT = f"{100 * MARGIN:.0f} points"
+WITHIN_MARGIN = f"within {MARGIN_TEXT}"
+"""The word on two scores whose difference is surely too small to matter."""
 NOTHING = Glance("nothing scored", "open", "Nothing was scored in this run.")
 
 
@@ -93,7 +97,9 @@ def run_glance(folder: Path) -> Glance:
     if metrics is not None:
         delivery = run.facts(PROVENANCE).get("delivery")
         glance = scores_glance(metrics, delivery)
-        command, purpose = _step_after_scores(run, config, glance.word)
+        # Where there is no verdict on a bias, the task has no three gold positions for a diagnosis.
+        word = glance.word if glance.rule else ""
+        command, purpose = _step_after_scores(run, config, word)
         return _with_step(glance, command, purpose)
     findings = read_csv(folder / "findings.csv")
     facts = read_json(folder / "study.json") or {}
@@ -365,8 +371,20 @@ def _average_verdict(
         return "better", "good", f"{method} raises the average of {model} {ends}."
     if change.ci_high < 0:
         return "worse", "bad", f"{method} lowers the average of {model} {ends}."
-    sentence = f"{method} does not change the average of {model} measurably, which goes {ends}."
-    return "no difference", "open", sentence
+    if _is_within_margin(change):
+        sentence = f"{method} changes the average of {model} by less than {MARGIN_TEXT}; it goes {ends}."
+        return WITHIN_MARGIN, "open", sentence
+    rest = f"cannot be told on {change.n} prompts, where it goes {ends}."
+    sentence = first_short(
+        f"Whether {method} changes the average of {model} {rest}",
+        f"Whether it changes the average {rest}",
+    )
+    return CANNOT_TELL, "open", sentence
+
+
+def _is_within_margin(change: Estimate) -> bool:
+    """Whether a change of a score, as a share, is surely too small to matter."""
+    return change.ci_low > -MARGIN and change.ci_high < MARGIN
 
 
 # Claims
@@ -672,15 +690,29 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
         else f"{first['n']:,} and {second['n']:,} prompts"
     )
     if order == "alike":
-        if better is None:
+        is_close = all(
+            abs(second[f"score_difference_{end}"]) < MARGIN
+            for end in ("ci_low", "ci_high")
+        )
+        if better is None and is_close:
+            rest = f"score within {MARGIN_TEXT} of each other."
             sentence = first_short(
-                f"{second_name} and {first_name} do not differ measurably in their scores.",
-                "The two runs do not differ measurably in their scores.",
+                f"{second_name} and {first_name} {rest}", f"The two runs {rest}"
             )
             return Glance(
-                "scores alike", "open", sentence, tuple(numbers), sample=sample
+                WITHIN_MARGIN, "open", sentence, tuple(numbers), sample=sample
             )
-        rest = "has the lower position bias; the scores do not differ measurably."
+        if better is None:
+            rest = "scores higher cannot be told."
+            sentence = first_short(
+                f"Which of {second_name} and {first_name} {rest}",
+                f"Which of the two runs {rest}",
+            )
+            return Glance(CANNOT_TELL, "open", sentence, tuple(numbers), sample=sample)
+        scores = "which one scores higher cannot be told"
+        if is_close:
+            scores = f"the scores differ by less than {MARGIN_TEXT}"
+        rest = f"has the lower position bias; {scores}."
         sentence = first_short(f"{high} {rest}", f"The {ordinal} run {rest}")
         word = f"{high} less biased"
         if len(word) > MAX_WORD_CHARACTERS:
@@ -723,7 +755,7 @@ def _step_after_scores(
     Args:
         run: The run.
         config: Its config.
-        word: Its verdict.
+        word: Its verdict on a position bias; empty without one.
     """
     name = name_in_commands(run, config)
     subject = _subject(run, config)

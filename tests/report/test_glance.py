@@ -101,7 +101,7 @@ def test_all_verdicts_are_among_these_runs() -> None:
     words = {scores_glance(_table(number)).word for number in range(len(RUNS))}
     assert {*VERDICTS} <= words
     assert [*RULES] == [*VERDICTS]
-    assert {"better", "worse", "no difference", "measured"} <= words
+    assert {"better", "worse", "within 5 points", "measured"} <= words
 
 
 def test_missing_answers_leave_no_number() -> None:
@@ -276,7 +276,8 @@ def test_a_diagnosis_without_its_runs_has_a_sentence(verdict: str) -> None:
     [
         ((0.1, 0.05, 0.2), "scale_channel higher"),
         ((-0.1, -0.2, -0.05), "unmodified higher"),
-        ((0.01, -0.05, 0.06), "scores alike"),
+        ((0.01, -0.03, 0.04), "within 5 points"),
+        ((0.01, -0.05, 0.06), "cannot tell"),
         ((None, None, None), "cannot tell"),
     ],
 )
@@ -297,7 +298,7 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
     glance = comparison_glance([first, row])
     check_glance(glance)
     assert glance.word == word
-    if value is not None and word != "scores alike":
+    if value is not None and not low <= 0 <= high:
         # The higher one comes first, and neither run is good or bad.
         ordered = ("scale_channel", "unmodified")[:: 1 if value > 0 else -1]
         assert glance.sentence.startswith(f"{ordered[0]} scores 10.0 points above")
@@ -308,8 +309,8 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
         assert number.name == "score, {} minus {}".format(*ordered)
         ends = sorted(abs(100 * end) for end in (low, high))
         assert number.value == f"+10.0 [{ends[0]:.1f}, {ends[1]:.1f}]"
-    if word == "scores alike":
-        # Alike in their scores, and not in their bias.
+    if value == 0.01:
+        # Close in their scores, or not told apart, and yet not in their bias.
         for low, high, end in (
             (-0.3, -0.1, "lower"),
             (0.1, 0.3, "higher"),
@@ -332,7 +333,7 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
     # A long name stays in the sentence.
     long = [first | {"label": "a" * 40}, row | {"label": "b" * 40}]
     ordinals = {1: "second", -1: "first"}
-    sign = 0 if word in ("scores alike", "cannot tell") else (1 if low > 0 else -1)
+    sign = 0 if value in (0.01, None) else (1 if low > 0 else -1)
     wanted = f"{ordinals[sign]} run higher" if sign else word
     assert comparison_glance(long).word == wanted
     # What stands under "In detail" never differs.
