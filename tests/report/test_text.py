@@ -49,8 +49,10 @@ from tests.messages import assert_names
             0.12,
             ("raises", "84.0 %", "92.7 %", "+8.6 points", "5.0 to 12.0", "n = 300"),
         ),
-        (0.01, -0.02, 0.04, ("does not differ", "84.0 %")),
-        (0.02, 0.0, 0.04, ("does not differ", "84.0 %")),
+        (0.01, -0.02, 0.04, ("by less than 5 points", "84.0 %")),
+        (0.02, 0.0, 0.04, ("by less than 5 points", "84.0 %")),
+        (0.01, -0.02, 0.06, ("cannot be told", "84.0 %")),
+        (-0.01, -0.06, 0.02, ("cannot be told", "84.0 %")),
         (-0.1, -0.15, -0.05, ("lowers",)),
     ],
 )
