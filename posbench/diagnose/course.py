@@ -189,12 +189,12 @@ class Searched(NamedTuple):
     """A method with the constants that a search found.
 
     Attributes:
-        choice: The method.
-        keeps_unmodified: Whether the search kept the unmodified model.
+        choice: The method; None where there is nothing to race.
+        note: Why not.
     """
 
-    choice: MethodChoice
-    keeps_unmodified: bool
+    choice: MethodChoice | None
+    note: str = ""
 
 
 class Pair(NamedTuple):
@@ -681,9 +681,9 @@ class Course:
         except UserError as error:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
-        choices, kept = self._choices(split.num_held_back)
+        choices, without_constants = self._choices(split.num_held_back)
         methods, left_out = applicable_methods(lm, choices, split.examples)
-        left_out += kept
+        left_out += without_constants
         if not methods:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "no method runs on this model"
@@ -910,7 +910,7 @@ class Course:
             num_held_back: Questions that are held back from the search.
 
         Returns:
-            The methods by name, and those whose search found nothing better than the unmodified model.
+            The methods by name, and those that a search gave no constants, each with the reason.
         """
         part_overrides = ["task.limit=1"]
         if "method" in self.runs.typed_keys:
@@ -921,7 +921,7 @@ class Course:
         config = self.runs.prepare(part_overrides, in_process=True)
         folders = paths.config_folders(read_flags(self.args).config_dir)
         choices = all_choices(folders, config.model.blocks)
-        kept = []
+        left_out = []
         for name in SEARCHES:
             choice = choices[name]
             needed = required_fields(choice.cls)
@@ -930,14 +930,12 @@ class Course:
             if not _fits(choice, self.runs.lm):
                 continue
             found = self._search(choice, num_held_back)
-            if found and found.keeps_unmodified:
-                # It could win the race by rounding.
-                del choices[name]
-                note = "its search found nothing better than the unmodified model"
-                kept.append(Remedy(name, note=note))
-            elif found:
+            if found.choice:
                 choices[name] = found.choice
-        return choices, kept
+            else:
+                del choices[name]
+                left_out.append(Remedy(name, note=found.note))
+        return choices, left_out
 
     def _spell_method(self, choice: MethodChoice) -> list[str]:
         """Return a method, or a list of methods, and its constants as overrides."""
@@ -953,23 +951,23 @@ class Course:
         ]
         return [f"method={names}", *constants]
 
-    def _search(self, choice: MethodChoice, num_held_back: int) -> Searched | None:
-        """Search for constants of a method; None where there is no time for a search.
-
-        A budget that is not a time leaves none.
+    def _search(self, choice: MethodChoice, num_held_back: int) -> Searched:
+        """Search for constants of a method, where the budget is a time that leaves room for it.
 
         Args:
             choice: The method, of :data:`SEARCHES`, without its constants.
             num_held_back: Questions to evaluate, which the search must leave alone.
         """
         name = choice.name
-        left = self.allowance.left(END_SHARES["remedies"])
-        if not self.allowance.is_time:
-            return None
         search, prompts, settings = SEARCHES[name]
-        needed = prompts * self._measured_cost_of_prompt()
-        if left < max(needed, MIN_SEARCH_SECONDS):
-            return None
+        if not self.allowance.is_time:
+            note = f"no constants for this model are known: posbench method={name} search={search}"
+            return Searched(None, note)
+        left = self.allowance.left(END_SHARES["remedies"])
+        needed = max(prompts * self._measured_cost_of_prompt(), MIN_SEARCH_SECONDS)
+        if left < needed:
+            note = f"its search takes about {duration(needed)}, and {duration(max(left, 0))} are left for it"
+            return Searched(None, note)
         part_overrides = [
             f"method={name}",
             f"search={search}",
@@ -986,16 +984,19 @@ class Course:
             config = self.runs.prepare(part_overrides, **options)
             folder = self.runs.execute(f"search of {name}", part_overrides, **options)
         except UserError as error:
-            self.console.print(f"search: {error}", markup=False)
-            return None
+            return Searched(None, f"{error.field}: {error.allowed}")
         found: dict[str, dict[str, Any]] = read_yaml(
             folder / FOUND_FILE, dict[str, dict[str, Any]], hint=CORRECT_FILE
         )
         block = found[name]
         values = choice.values | config.search.parameters(block)
         with_constants = replace(choice, values=values)
-        keeps = config.search.keeps_unmodified(block, with_constants.build())
-        return Searched(with_constants, keeps)
+        if config.search.keeps_unmodified(block, with_constants.build()):
+            # It could win the race by rounding.
+            return Searched(
+                None, "its search found nothing better than the unmodified model"
+            )
+        return Searched(with_constants)
 
     # Sizes
 
