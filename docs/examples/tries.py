@@ -29,7 +29,7 @@ class Tries(Search):
 
     def search(self, run: Run) -> None:
         """Write ``search.csv``, a row for each strength, and the best one as ``found.yaml``."""
-        examples = run.task.examples("calibration")
+        examples = self.calibration(run)
         prompts = [e.prompt for e in examples]
         answers = [e.answers[0] for e in examples]
         assert (

@@ -303,7 +303,7 @@ class Remedies(TimingStudy):
             tie = f"; {len(ties)} others lie within its interval"
         details = ""
         if ties:
-            details = f"Within the interval of {name}, so no worse for sure: {', '.join(ties)}."
+            details = f"Within the interval of {name}, so not surely worse: {', '.join(ties)}."
         among = f" under each of {len(raced)} remedies" if len(raced) > 1 else ""
         effect = f"{best['difference']:+.1f} points on average {_time_in_words(best)}"
         glance = Glance(

@@ -207,7 +207,7 @@ def test_remedies_within_the_interval_of_the_best_are_ties() -> None:
     assert glance is not None
     check_glance(glance)
     assert glance.sentence.endswith("; b lies within its interval.")
-    assert "points" in glance.sentence and "no worse for sure: b." in glance.details
+    assert "points" in glance.sentence and "not surely worse: b." in glance.details
     none = Remedies().glance({"remedies": _remedies({"c": (5.0, -4.0, 9.0)})})
     assert none is not None and none.tone == "open"
     check_glance(none)
