@@ -189,7 +189,7 @@ def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEsti
     task = config.task
     search = config.search
     estimates = []
-    examples = task.examples("calibration")
+    examples = run.as_asked(task.examples("calibration"))
     model = families.text_config(run.lm.model)
     answer = run.encoder.need_tokenizer()(examples[0].answers[0])["input_ids"]
     workload = search.workload(
