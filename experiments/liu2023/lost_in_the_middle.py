@@ -43,7 +43,7 @@ from posbench.stats.glance import Glance, Number, first_short
 from posbench.stats.outcomes import missing_note
 from posbench.stats.policies import detectable_difference
 from posbench.stats.scores import Tabulator, score_frame
-from posbench.stats.shape import shape_in_metrics
+from posbench.stats.shape import NEGLIGIBLE_CONTRAST, shape_in_metrics
 from posbench.stats.verdict import BIAS, CANNOT_DO, CANNOT_TELL, NO_BIAS, run_verdict
 from posbench.studies.base import Study, Tables
 from posbench.studies.probes import (
@@ -773,7 +773,8 @@ def first_look(tables: Tables) -> Glance:
     word = words.pop() if len(words) == 1 else "no bias shown"
     if word == NO_BIAS:
         named = " and ".join(asked["setting"])
-        sentence = f"With {named} there is no position bias worth naming."
+        points = f"{100 * NEGLIGIBLE_CONTRAST:g} points"
+        sentence = f"With {named} no gold position differs from the others by more than {points}."
         return Glance(word, "good", sentence, numbers, **basis)
     if word == CANNOT_DO:
         sentence = "The model cannot do this task: a position bias could not show."
@@ -794,7 +795,7 @@ def first_look(tables: Tables) -> Glance:
         chosen = "study=lost_in_the_middle"
     return replace(
         glance,
-        next=f"posbench {chosen} study.questions={needed}",
+        next=f"posbench {chosen} study.questions={needed} task.limit={needed}",
         purpose=f"about so many questions tell {100 * apart:.0f} points apart",
     )
 

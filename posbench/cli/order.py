@@ -318,8 +318,13 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
     if verdict == CANNOT_TELL:
         # Only right answers, more questions or a larger budget would change the answer.
         command = str(facts["command"])
+        setting = facts["step"].removeprefix("set ")
         if facts["reason"] == NO_REFERENCES:
             command += " references=FILE"
+        elif facts["step"].startswith("set "):
+            key = setting.partition("=")[0]
+            words = [w for w in command.split(" ") if not w.startswith(f"{key}=")]
+            command = " ".join([*words, setting])
         glance = replace(glance, next=command, purpose=_next(facts))
     return glance
 
@@ -335,6 +340,10 @@ def _next(facts: Mapping[str, Any]) -> str:
     """What to do next, in words."""
     if facts["reason"] == NO_REFERENCES:
         return "with the right answers in FILE"
+    if facts["step"].startswith("set "):
+        return "with more room for replies"
+    if facts["step"]:
+        return str(facts["step"])
     needed = facts["needed_questions"]
     if needed and needed > facts["questions"]:
         return f"once the log holds about {needed:,} questions"

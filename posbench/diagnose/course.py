@@ -347,7 +347,7 @@ class Course:
                 return True
         self.diagnosis.verdict = CANNOT_DO
         self.diagnosis.reason = (
-            "the right answer is no likelier after its own prompt than after that of another question: by "
+            "the right answer is hardly likelier after its own prompt than after that of another question: by "
             f"{gain.words} nats per token, n = {gain.n}; so it is with a model that is not trained, or has another "
             "model's tokenizer"
         )
@@ -476,7 +476,7 @@ class Course:
         if not len(scores):
             return
         total = forecast_questions(scores, NEGLIGIBLE_CONTRAST)
-        diagnosis.needed_questions = total or FARTHEST_FORECAST
+        diagnosis.needed_questions = total
         if total is None:
             text = f"more than {FARTHEST_FORECAST:,} questions at each position would be needed to tell"
         else:
@@ -485,7 +485,7 @@ class Course:
             about = "about" if len(scores) >= FIRST_FORECAST else "up to about"
             text = f"{about} {total} questions at each position in all, {more} more, would tell"
         diagnosis.reason += f"; {text}"
-        if diagnosis.needed_questions > self._available_questions:
+        if (total or FARTHEST_FORECAST) > self._available_questions:
             diagnosis.reason += f", and the data hold {self._available_questions}"
 
     def _shape_scores(self, folder: Path) -> Array:
@@ -993,9 +993,8 @@ class Course:
         with_constants = replace(choice, values=values)
         if config.search.keeps_unmodified(block, with_constants.build()):
             # It could win the race by rounding.
-            return Searched(
-                None, "its search found nothing better than the unmodified model"
-            )
+            note = "its search found no lower loss than the unmodified model's"
+            return Searched(None, note)
         return Searched(with_constants)
 
     # Sizes
@@ -1226,6 +1225,9 @@ class Course:
                 return ""
             return self._command_with_more_questions()
         if diagnosis.shape and self._is_undecided():
+            # Without a forecast it is more than a diagnosis would ask.
+            if diagnosis.verdict == CANNOT_TELL and not diagnosis.needed_questions:
+                return ""
             return self._command_with_more_questions()
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots and self.task.items:
             key = f"task.{self.task.sizes[0]}"

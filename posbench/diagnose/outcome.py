@@ -193,7 +193,7 @@ class Source:
         named = f"the {' and the '.join(self.named)}"
         excluded = f"the {' and the '.join(self.excluded)}"
         if not self.named:
-            return f"not {excluded}"
+            return f"less than a third of the gap from {excluded}"
         text = f"{named}: an intervention on the gold item closes a third of the gap or more"
         if len(self.named) > 1:
             text += (
@@ -201,7 +201,7 @@ class Source:
                 "and not with one part of the architecture alone"
             )
         if self.excluded:
-            text += f"; not {excluded}"
+            text += f"; less than a third from {excluded}"
         return text
 
 
@@ -284,7 +284,8 @@ class Diagnosis:
         reason: The numbers or the obstacle behind it.
         pilots: The pilots, the last one of the task that was then asked.
         shape: The shape.
-        needed_questions: Questions at each position, in all, that would decide on a bias; None: decided.
+        needed_questions: Questions at each position, in all, that would decide on a bias; None: decided, or more
+            than the farthest forecast.
         source: The source.
         source_note: Why the source was not looked for.
         structure: What mask, ALiBi and residual stream alone predict of the bias; empty: not compared.

@@ -205,7 +205,7 @@ def _verdict_sentence(diagnosis: Diagnosis, looked: Glance | None) -> str:
         raced = sum(remedy.gain is not None for remedy in diagnosis.remedies)
         return f"{model} has a position bias on {task}, and {none_of(raced)} takes it away."
     if name == CANNOT_DO and not diagnosis.pilots:
-        return f"{model} cannot do {task}: the right answer is no likelier after its own prompt than after another."
+        return f"{model} cannot do {task}: the right answer is hardly likelier after its own prompt than after another."
     if name == CANNOT_DO:
         share = 100 * diagnosis.pilots[-1].average.value
         return (
@@ -262,7 +262,7 @@ def _winner_gain(diagnosis: Diagnosis) -> str:
         if best.ci_low <= gain.value <= best.ci_high and gain.n == best.n
     ]
     if ties:
-        text += f" (a tie, within its interval: {', '.join(ties)})"
+        text += f" (within its interval: {', '.join(ties)})"
     return text
 
 

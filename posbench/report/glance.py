@@ -27,6 +27,7 @@ from posbench.run.folder import PROVENANCE, RunDir, open_run_dir
 from posbench.run.own_code import make_importable
 from posbench.run.runtime import Runtime
 from posbench.search import held_back
+from posbench.search.base import FOUND_FILE
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import FINDING_VERDICTS, estimate_columns
 from posbench.stats.frames import (
@@ -38,7 +39,13 @@ from posbench.stats.frames import (
 )
 from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
 from posbench.stats.policies import MARGIN
-from posbench.stats.shape import NEGLIGIBLE_CONTRAST, SHAPES, SIDES, shape_in_metrics
+from posbench.stats.shape import (
+    NEGLIGIBLE_CONTRAST,
+    SHAPES,
+    SIDES,
+    UNCLEAR,
+    shape_in_metrics,
+)
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,
@@ -99,7 +106,10 @@ def run_glance(folder: Path) -> Glance:
         glance = scores_glance(metrics, delivery)
         # Where there is no verdict on a bias, the task has no three gold positions for a diagnosis.
         word = glance.word if glance.rule else ""
-        command, purpose = _step_after_scores(run, config, word)
+        base, method, _ = _subjects(metrics)
+        # The model has a bias for sure, and what the method does about it is open.
+        is_about_method = method and not unmeasurable_bias(metrics).get(base)
+        command, purpose = _step_after_scores(run, config, word, bool(is_about_method))
         return _with_step(glance, command, purpose)
     findings = read_csv(folder / "findings.csv")
     facts = read_json(folder / "study.json") or {}
@@ -116,7 +126,9 @@ def run_glance(folder: Path) -> Glance:
     else:
         found = measured_glance(folder)
     if found.next:
-        subject, purpose = _subject(run, config), found.purpose
+        named = {arg.partition("=")[0] for arg in shlex.split(found.next)}
+        subject = [a for a in _subject(run, config) if a.partition("=")[0] not in named]
+        purpose = found.purpose
         task = _group(config, "task")
         if found.next.startswith("posbench method="):
             # The best of several on few questions looks better than it is.
@@ -127,6 +139,8 @@ def run_glance(folder: Path) -> Glance:
                 purpose += ", on new questions"
         return _with_step(found, " ".join([found.next, *subject]), purpose)
     if "search" in (config.get("stages") or ()) and not facts:
+        if _kept_unmodified(folder):
+            return found
         command = f"posbench method=from:{name_in_commands(run, config)}"
         words = [command, *_subject(run, config)]
         return _with_step(found, " ".join(words), "evaluates what the search found")
@@ -134,6 +148,13 @@ def run_glance(folder: Path) -> Glance:
         command = f"posbench report {name_in_commands(run, config)} --format pdf"
         return _with_step(found, command, "draws the figures as PDF, too")
     return found
+
+
+def _kept_unmodified(folder: Path) -> bool:
+    """Whether a search kept the unmodified model, so that there is nothing to evaluate."""
+    gains = read_csv(folder / held_back.TABLE_FILE)
+    ends = ["gain", "ci_low", "ci_high"]
+    return gains is not None and bool((gains[ends] == 0).all(axis=None))
 
 
 def run_word(folder: Path) -> tuple[str, Tone]:
@@ -204,7 +225,7 @@ def _sample(metrics: pd.DataFrame, method: str) -> str:
     positions = rows.loc[rows["method"] == method, "gold_position"].nunique()
     if average is None:
         return ""
-    prompts = f"{average.n:,} prompts"
+    prompts = _prompts(average.n)
     return f"{prompts} at {positions} positions" if positions > 1 else prompts
 
 
@@ -287,6 +308,11 @@ def _bias_sentence(
     if verdict.name == BIAS:
         shape = shape_in_metrics(metrics, base)
         text = f"{model} has a position bias"
+        if shape == UNCLEAR:
+            return first_short(
+                f"{text}; which part of the prompt it favours cannot be told yet.",
+                f"{text}.",
+            )
         if shape not in SIDES:
             return f"{text} that favours no part of the prompt as a whole."
         return f"{text}: {SHAPES[shape]}."
@@ -302,7 +328,13 @@ def _bias_sentence(
             f"{bias_before} points before, {bias_after} after."
         )
     if not bias_after:
-        return f"{method} removes the position bias of {model}: nearly all its answers are right."
+        if unmeasurable_bias(metrics).get(method, "").startswith("at the ceiling"):
+            return f"{method} removes the position bias of {model}: nearly all its answers are right."
+        left = verdict.reason.rpartition("; ")[2].removeprefix(f"{method} ")
+        return first_short(
+            f"{method} removes more than half of the position bias of {model}: it {left}.",
+            f"{method} removes more than half of the position bias of {model}.",
+        )
     text = f"{method} lowers the position bias of {model} from {bias_before} to {bias_after} points"
     averages = [_estimate(metrics, name) for name in (base, method)]
     shares = [f"{100 * a.value:z.1f} %" for a in averages if a]
@@ -324,8 +356,16 @@ def _doubt(metrics: pd.DataFrame, base: str, method: str, model: str) -> str:
         return f"{model} is at the ceiling: it answers nearly all right, so this task cannot show a position bias."
     n = max(rows_at_positions(metrics)["n"], default=0)
     if not method or note:
-        return f"{n} questions at each position are too few to tell whether {model} has a position bias."
-    return f"{n} questions at each position are too few to tell whether {method} removes the position bias of {model}."
+        return f"{_questions(n)} at each position cannot tell whether {model} has a position bias."
+    return f"{_questions(n)} at each position cannot tell whether {method} removes the position bias of {model}."
+
+
+def _prompts(number: int) -> str:
+    return f"{number:,} prompt{'' if number == 1 else 's'}"
+
+
+def _questions(number: int) -> str:
+    return f"{number:,} question{'' if number == 1 else 's'}"
 
 
 def _missing_sentence(lacking: Mapping[str, str], model: str) -> str:
@@ -364,7 +404,7 @@ def _average_verdict(
         return (
             "measured",
             "open",
-            f"{subject} scores {value} on average over {n} prompts.",
+            f"{subject} scores {value} on average over {_prompts(n)}.",
         )
     ends = f"from {100 * before.value:z.1f} % to {100 * after.value:z.1f} %"
     if change.ci_low > 0:
@@ -637,7 +677,8 @@ def _glance_at_many(first: Mapping[str, Any], orders: Sequence[ScoreOrder]) -> G
     above, below, alike = (orders.count(o) for o in ("above", "below", "alike"))
     rest = orders.count("not compared")
     end = f"; {rest} cannot be compared." if rest else "."
-    count = f"Of {len(orders)} runs, {above} score surely above"
+    score = "scores" if above == 1 else "score"
+    count = f"Of {len(orders)} runs, {above} {score} above"
     tone: Tone = "open"
     if above and not below:
         tone = "good"
@@ -652,10 +693,14 @@ def _glance_at_many(first: Mapping[str, Any], orders: Sequence[ScoreOrder]) -> G
         )
     )
     sentence = first_short(
-        f"{count} {first['label']}, {below} surely below{end}",
-        f"{count} the first, {below} surely below{end}",
+        f"{count} {first['label']}, {below} below{end}",
+        f"{count} the first, {below} below{end}",
     )
-    return Glance(f"{above} above, {below} below", tone, sentence, numbers)
+    rule = (
+        "Above and below: the 95 % interval of the difference does not hold zero. Each interval stands alone: of 20 "
+        "runs that do not differ about one is called above or below by chance."
+    )
+    return Glance(f"{above} above, {below} below", tone, sentence, numbers, rule=rule)
 
 
 def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glance:
@@ -748,7 +793,7 @@ def _with_step(glance: Glance, command: str, purpose: str) -> Glance:
 
 
 def _step_after_scores(
-    run: RunDir, config: Mapping[str, Any], word: str
+    run: RunDir, config: Mapping[str, Any], word: str, is_about_method: bool
 ) -> tuple[str, str]:
     """Return the command after a run that scored, and what it does.
 
@@ -756,6 +801,7 @@ def _step_after_scores(
         run: The run.
         config: Its config.
         word: Its verdict on a position bias; empty without one.
+        is_about_method: Whether it is open what its method does, and not whether there is a bias.
     """
     name = name_in_commands(run, config)
     subject = _subject(run, config)
@@ -770,7 +816,12 @@ def _step_after_scores(
         words = ["posbench study=remedies", *subject]
         return " ".join(words), "asks the same questions under every remedy"
     # A diagnosis asks as many questions as it needs; those of this run may be too few.
-    command = " ".join(["posbench diagnose", *_without(subject, "task.limit")])
+    words = ["posbench diagnose", *_without(subject, "task.limit")]
+    # It races no changes of the prompt with methods of the model, nor methods that read items.
+    is_raced = choice and not is_prompt_change and not choice.reads_items
+    if word == CANNOT_TELL and is_about_method and is_raced:
+        words[1:1] = _method_as_typed(run, name)
+    command = " ".join(words)
     if word in (BIAS, NOT_FIXED):
         return command, "looks for where it comes from and what helps"
     if word == CANNOT_TELL:
@@ -810,6 +861,16 @@ def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
         if named and (is_sweep or not chosen):
             typed.insert(0, f"{group}={named}")
     return [shlex.quote(arg) for arg in typed]
+
+
+def _method_as_typed(run: RunDir, name: str) -> list[str]:
+    """The method of a run as the overrides of another command: as typed, or with the constants that it found."""
+    if (run.path / FOUND_FILE).is_file():
+        return [f"method=from:{name}"]
+    args = shlex.split(str(run.facts(PROVENANCE).get("command", "")))
+    if "-m" in args or "--multirun" in args:
+        return []  # it names the methods of all jobs
+    return [shlex.quote(arg) for arg in args if re.match(r"method[.=]", arg)]
 
 
 def _without(overrides: Sequence[str], key: str) -> list[str]:

@@ -51,7 +51,13 @@ from posbench.search import held_back
 from posbench.search.base import FOUND_FILE, Search
 from posbench.stats.frames import metric_name, rows_at_positions
 from posbench.stats.glance import Glance
-from posbench.stats.verdict import FIXED, Verdict, run_verdict
+from posbench.stats.verdict import (
+    CANNOT_TELL,
+    FIXED,
+    NOT_FIXED,
+    Verdict,
+    run_verdict,
+)
 from posbench.studies.base import read_study
 
 VERDICT_RULE = (
@@ -189,7 +195,11 @@ def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
         return "This run did not measure a position bias with them: do that before you use them elsewhere."
     if verdict.name == FIXED:
         return f"Paste into the model's YAML. Verdict of this run: {verdict}."
-    return f"No fix, so nothing to paste. Verdict of this run: {verdict}."
+    advice = {
+        NOT_FIXED: "No fix, so nothing to paste.",
+        CANNOT_TELL: "Whether they fix it cannot be told: ask more questions before you use them elsewhere.",
+    }.get(verdict.name, "No bias was shown that they could fix.")
+    return f"{advice} Verdict of this run: {verdict}."
 
 
 def describe_audit(folder: Path) -> str:

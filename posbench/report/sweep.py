@@ -588,7 +588,11 @@ def _step_after_sweep(
                 return glance.next, glance.purpose
     if worst is best:
         return "", ""
-    hashes = [run.rpartition("__")[2] for run in (worst_run, best_run)]
+    names = [Path(run).name for run in (worst_run, best_run)]
+    tasks = {run.parents[1].name for run in sweep_runs(folder) if run.name in names}
+    if len(tasks) > 1:
+        return "", ""  # scores of two tasks are not compared
+    hashes = [name.rpartition("__")[2] for name in names]
     purpose = "compares the lowest and the highest average, prompt by prompt"
     return f"posbench compare {' '.join(hashes)}", purpose
 

@@ -97,7 +97,7 @@ class BaseSearch(Search):
         """The base, and its loss beside that of the model's own."""
         text = f"base {block['base']:,.0f}: loss {block['loss']:.4f}"
         if block["base"] == block["own_base"]:
-            return f"{text}; it is the model's own, and no other one is better"
+            return f"{text}; it is the model's own, and no other one has a lower loss"
         return f"{text}; with the model's own, {block['own_base']:,.0f}: {block['loss_unmodified']:.4f}"
 
     def sections(self, read: Read) -> list[Section]:

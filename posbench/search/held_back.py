@@ -113,7 +113,7 @@ def summary_line(facts: Mapping[str, Any]) -> str:
         facts: A row of ``held_back.csv``.
     """
     if not was_checked(facts):
-        reason = f"{facts['n']} are left, and {MIN_QUESTIONS} questions are needed"
+        reason = f"it takes {MIN_QUESTIONS} questions, and fewer are left"
         return f"what was found is not checked on held-back prompts: {reason}"
     smallest = _smallest_gain(facts)
     if not shows_no_gain(facts):

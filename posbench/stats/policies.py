@@ -213,6 +213,7 @@ class PolicyRace:
         leader: str,
         held_back: Estimate | None = None,
         names: Collection[str] | None = None,
+        unsound: Collection[str] = (),
     ) -> PolicyVerdict:
         """Return what to do.
 
@@ -221,6 +222,7 @@ class PolicyRace:
             leader: The best policy by the questions of the race alone.
             held_back: The leader's gain on held-back questions; None where none is held back.
             names: The policies that may be recommended; None: all.
+            unsound: Policies in the race that cannot be recommended, as too many of their replies are no answers.
         """
         standings = self.standings(scores)
         if not standings:
@@ -235,8 +237,20 @@ class PolicyRace:
             for name, standing in standings.items()
             if name != self.base and name in {*candidates, leader}
         }
+        open_names = ", ".join(
+            name
+            for name in unsound
+            if name in standings
+            and standings[name].difference.ci_high
+            >= (self.margin if differences else 0)
+        )
+        unjudged = f"too many of the replies under {open_names} are no answers"
         if not differences:
-            reason = f"every other policy is surely worse than {self.base}"
+            if open_names:
+                return PolicyVerdict(CANNOT_TELL, self.base, unjudged)
+            reason = "no other policy changes these prompts"
+            if len(standings) > 1:
+                reason = f"every other policy that could be recommended is surely worse than {self.base}"
             return PolicyVerdict(LEAVE, self.base, reason)
         gain = differences.get(leader)
         if gain and gain.ci_low > 0:
@@ -251,6 +265,9 @@ class PolicyRace:
         largest = max(d.ci_high for d in differences.values())
         if largest < self.margin:
             reason = f"no policy is worth more than {_percent(largest)} points over {self.base}"
+            if open_names:
+                reason = f"no other {reason.removeprefix('no ')}, but {unjudged}"
+                return PolicyVerdict(CANNOT_TELL, self.base, reason)
             return PolicyVerdict(LEAVE, self.base, reason)
         reason = (
             f"a gain of up to {_percent(largest)} points is possible, and none is sure"

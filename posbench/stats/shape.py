@@ -29,7 +29,7 @@ SHAPES = {
 SIDES = (PRIMACY, RECENCY, MIDDLE_DROP, MIDDLE_RISE)
 """Shapes that favour a part of the prompt."""
 WITHOUT_SIDE = (FLAT, UNEVEN, UNCLEAR)
-"""Shapes that favour no part of the prompt."""
+"""Shapes that name no part of the prompt as favoured."""
 
 NEGLIGIBLE_CONTRAST = 0.1
 """Difference of a position from the mean of the others, or of an end from the inner positions, that is negligible."""

@@ -421,9 +421,11 @@ def _layer_findings(
     note = (
         f"layer {best['layer']} of {len(layers)}; retrieval-related layers {related.tolist()}, "
         f"{heads['retrieval'].sum()} of {len(heads)} heads; largest score under shuffled positions "
-        f"{best['threshold']:.3f} (95 %); in the other layers the place of an item alone explains "
-        f"{layers.loc[~is_related, 'vertical'].mean():.0%} of the map"
+        f"{best['threshold']:.3f} (95 %)"
     )
+    if len(unrelated):
+        explained = layers.loc[~is_related, "vertical"].mean()
+        note += f"; in the other layers the place of an item alone explains {explained:.0%} of the map"
     p = 1.0
     if len(related):
         p = min(2 * best["p"], 1.0)  # the permutation test has one side

@@ -30,7 +30,12 @@ from posbench.run.stop import ReadRows, StopRule, StopRules
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
 from posbench.stats.glance import Glance, Number
-from posbench.stats.outcomes import describe_kinds, is_scorable
+from posbench.stats.outcomes import (
+    describe_kinds,
+    is_scorable,
+    kind_of_row,
+    next_step,
+)
 from posbench.stats.policies import (
     CANNOT_TELL,
     MAX_MISSING,
@@ -298,7 +303,8 @@ class OrderStudy(Study):
         probe_rows: dict[str, list[Row]] = {}
         if has_references:
             sound = [n for n in remaining if missing.get(n, 0.0) <= MAX_MISSING]
-            verdict = race.verdict(scores, leader, held_back, sound)
+            unsound = [name for name in remaining if name not in sound]
+            verdict = race.verdict(scores, leader, held_back, sound, unsound)
             verdict = _with_caveats(
                 verdict, rows[AS_RETRIEVED], is_checked=not kept_back or bool(held_back)
             )
@@ -314,6 +320,8 @@ class OrderStudy(Study):
         run.out.mark("study", stopped=stopped)
         causes = _causes(run, examples, rows, probe_rows, prepared.methods)
         table = _policy_table(race, scores, rows, prepared, remaining)
+        for row in table:
+            row["use"] = verdict.name == USE and row["name"] == verdict.policy
         log = getattr(run.task, "log", None)
         facts = {
             "verdict": verdict.name,
@@ -324,6 +332,7 @@ class OrderStudy(Study):
             "held_back": _in_points(held_back) if held_back else None,
             "questions": len({e.question_id for e in examples.values()}),
             "stopped": bool(stopped),
+            "step": _step_against_missing(run, rows[AS_RETRIEVED]),
             "causes": dict(Counter(row["cause"] for row in causes)),
             "left_out": prepared.left_out,
             "probes": _probe_facts(probe_rows, examples, run.task.metric),
@@ -427,12 +436,13 @@ class OrderStudy(Study):
         return max(min(int(affordable), self.round_questions), 1)
 
     def glance(self, tables: Tables) -> Glance | None:
-        """See :meth:`Study.glance`: the policy with the largest gain; whether to use it is in ``order.json``."""
+        """See :meth:`Study.glance`: the policy to use, or the one with the largest gain."""
         policies = tables["policies"]
         others = policies[policies["name"] != AS_RETRIEVED].dropna(subset="difference")
         if others.empty:
             return None
-        best = others.loc[others["difference"].idxmax()]
+        used = others[others["use"]]
+        best = others.loc[others["difference"].idxmax()] if used.empty else used.iloc[0]
         gain = bootstrap.Estimate(
             best["difference"],
             best["difference_low"],
@@ -445,7 +455,7 @@ class OrderStudy(Study):
             f"Difference from the prompts as they were retrieved, paired; the interval holds for all {len(others)} "
             "policies at once, also for one that was asked fewer questions."
         )
-        if gain.ci_low > 0:
+        if not used.empty:
             sentence = f"{best['name']} answers {gain.value:.1f} points more than the prompts as they were retrieved."
             return Glance(
                 "gains",
@@ -457,7 +467,7 @@ class OrderStudy(Study):
                 sample=sample,
                 rule=rule,
             )
-        sentence = f"No policy surely answers more than the prompts as retrieved; the best is {best['name']}."
+        sentence = f"No policy can be recommended; the one that answers most is {best['name']}."
         return Glance(
             "no sure gain", "open", sentence, numbers, sample=sample, rule=rule
         )
@@ -580,6 +590,21 @@ def _with_caveats(
     elif verdict.name == USE and not is_checked:
         reason = f"{verdict.policy} has {verdict.reason}, but no two held-back questions were answered"
     return PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, reason) if reason else verdict
+
+
+def _step_against_missing(run: Run, rows: Sequence[Row]) -> str:
+    """What to do about replies as retrieved that are no answers; empty where they are few.
+
+    Args:
+        run: The run.
+        rows: Rows as retrieved.
+    """
+    if _missing(rows) <= MAX_MISSING:
+        return ""
+    kinds = [
+        (kind, str(row.get("reason", ""))) for row in rows if (kind := kind_of_row(row))
+    ]
+    return next_step(kinds, run.task.max_new_tokens, run.model.thinking_tokens)
 
 
 def _judged(examples: Sequence[Example]) -> list[Example]:

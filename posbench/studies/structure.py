@@ -580,22 +580,22 @@ def conclude(direction: str, cause: str) -> tuple[str, Tone, str]:
     """Return word, tone and sentence for the corrected verdicts on :data:`DIRECTION` and :data:`CAUSE`."""
     if direction == "holds" and cause == "holds":
         sentence = (
-            "Structure alone predicts which end is answered better, and neutral text in front lowers the prediction "
-            "and the lead in score."
+            "Structure alone predicts which gold position is answered better, and neutral text in front lowers the "
+            "prediction and the lead in score."
         )
         return "structural in part", "good", sentence
     if direction == "holds" and cause == "contradicted":
         sentence = (
-            "Structure alone predicts which end is answered better, but the lead in score stays where the prediction "
-            "falls."
+            "Structure alone predicts which gold position is answered better, but the lead in score loses less than a "
+            "third where the prediction loses more."
         )
-        return "not the cause", "bad", sentence
+        return "direction only", "bad", sentence
     if direction == "holds":
-        sentence = "Structure alone predicts which end is answered better; whether it is the cause cannot be told."
+        sentence = "Structure alone predicts which position is answered better; whether it causes this cannot be told."
         return "right direction", "open", sentence
     if direction == "contradicted":
-        sentence = "The position that structure alone favours is answered worse than the one it disfavours."
-        return "wrong direction", "bad", sentence
+        sentence = "The position that structure alone favours is not answered better than the one it disfavours."
+        return "not the direction", "bad", sentence
     sentence = "Whether the position that structure alone favours is answered better cannot be told."
     return "cannot tell", "open", sentence
 

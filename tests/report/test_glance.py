@@ -104,6 +104,33 @@ def test_all_verdicts_are_among_these_runs() -> None:
     assert {"better", "worse", "within 5 points", "measured"} <= words
 
 
+@pytest.mark.parametrize(
+    ("shares", "questions", "told"),
+    [
+        ((0.9, 0.45, 0.65), 20, "which part of the prompt it favours cannot be told"),
+        ((1.0, 0.0, 1.0), 100, "it loses the middle"),
+    ],
+)
+def test_a_bias_of_no_clear_shape_favours_no_part_that_could_be_named(
+    shares: tuple[float, ...], questions: int, told: str
+) -> None:
+    glance = scores_glance(simulated_metrics(questions, none=shares))
+    assert glance.word == "bias" and told in glance.sentence
+
+
+@pytest.mark.parametrize(
+    ("questions", "told"),
+    [(20, "it surely answers more than 83 %"), (100, "nearly all")],
+)
+def test_a_fix_of_few_questions_claims_no_more_than_is_sure(
+    questions: int, told: str
+) -> None:
+    """All right each time: of 20 the Wilson interval begins at 1 / (1 + 1.96^2 / 20) = 83.9 %."""
+    curves = {"none": (1.0, 0.0, 1.0), "x": (1.0, 1.0, 1.0)}
+    glance = scores_glance(simulated_metrics(questions, **curves))
+    assert glance.word == "fixed" and told in glance.sentence
+
+
 def test_missing_answers_leave_no_number() -> None:
     cut = (0.9, 0.5, 0.3, 0.5, 0.9)
     glance = scores_glance(simulated_metrics(100, cut="none", none=cut))
@@ -207,7 +234,9 @@ def test_remedies_within_the_interval_of_the_best_are_ties() -> None:
     assert glance is not None
     check_glance(glance)
     assert glance.sentence.endswith("; b lies within its interval.")
-    assert "points" in glance.sentence and "not surely worse: b." in glance.details
+    assert (
+        "points" in glance.sentence and "Within the interval of a: b." in glance.details
+    )
     none = Remedies().glance({"remedies": _remedies({"c": (5.0, -4.0, 9.0)})})
     assert none is not None and none.tone == "open"
     check_glance(none)
@@ -380,7 +409,7 @@ def test_of_many_runs_each_is_counted_once() -> None:
     check_glance(glance)
     assert glance.word == "1 above, 1 below"
     assert [number.value for number in glance.numbers] == ["1", "1", "1"]
-    assert glance.sentence.endswith("1 surely below; 1 cannot be compared.")
+    assert glance.sentence.endswith("1 below; 1 cannot be compared.")
     details = compare_verdict(rows)
     for told in ("higher than run0", "lower than run0", "told apart", "be compared"):
         assert details.count(told) == 1, told

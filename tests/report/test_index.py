@@ -382,7 +382,7 @@ def test_a_study_without_scores_has_the_word_of_its_page(tmp_path: Path) -> None
     row: dict[str, Any] = {"accuracy": 60.0, "n": 40, "tokens": 100}
     row |= {"difference_low": 1.0, "difference_high": 9.0}
     policies = [
-        row | {"name": name, "difference": difference}
+        row | {"name": name, "difference": difference, "use": name == "reversed"}
         for name, difference in (("as_retrieved", 0.0), ("reversed", 5.0))
     ]
     pd.DataFrame(policies).to_csv(folder / "policies.csv", index=False)

@@ -129,7 +129,7 @@ def test_the_models_own_base_is_kept_where_no_other_is_better(
 ) -> None:
     result = posbench(*SEARCH, "stages=[search]", "search.factors=[0.01]")
     assert result.status == 0, result.err
-    assert "it is the model's own, and no other one is better" in result.out
+    assert "it is the model's own, and no other one has a lower loss" in result.out
     (folder,) = run_folders(outputs)
     check = pd.read_csv(folder / "held_back.csv")
     assert check["gain"].tolist() == [0.0]

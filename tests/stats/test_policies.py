@@ -152,6 +152,23 @@ def test_a_policy_that_dropped_out_leaves_no_possible_gain():
     assert race.verdict(scores, BASE, None, ["same"]).name == LEAVE
 
 
+def test_a_policy_without_enough_answers_leaves_the_verdict_open():
+    """It cannot be recommended, and may be the best all the same."""
+    base = scores_of([0, 1] * 100)
+    scores = {BASE: base, "cut": scores_of([1] * 180), "same": base}
+    race = PolicyRace(BASE, ("cut", "same"))
+    for names in ([BASE], [BASE, "same"]):
+        verdict = race.verdict(scores, BASE, None, names, ["cut"])
+        assert (
+            verdict.name == CANNOT_TELL and "under cut are no answers" in verdict.reason
+        )
+    # One that is surely worse does not.
+    scores["cut"] = scores_of([0] * 180)
+    assert race.verdict(scores, BASE, None, [BASE], ["cut"]).name == LEAVE
+    alone = PolicyRace(BASE, ()).verdict({BASE: base}, BASE)
+    assert alone.name == LEAVE and "no other policy changes" in alone.reason
+
+
 def test_the_race_ends_when_one_policy_is_left_that_gains_or_none_can():
     gains = {BASE: scores_of([0] * 60), "good": scores_of([1] * 60)}
     race = PolicyRace(BASE, ("good",))

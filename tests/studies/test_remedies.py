@@ -213,7 +213,8 @@ def test_rounds_on_both_sides_of_the_unmodified_time_tell_no_difference() -> Non
     def row(*times: float) -> dict[str, float]:
         return dict(zip(("time", "time_low", "time_high"), times, strict=True))
 
-    assert _time_in_words(row(0.8, 0.7, 1.1)) == "in about the same time"
+    assert _time_in_words(row(1.0, 0.95, 1.05)) == "in about the same time"
+    assert _time_in_words(row(0.8, 0.7, 1.1)) == "at 0.8 (0.7 to 1.1) times the time"
     assert _time_in_words(row(1.8, 1.6, 2.1)) == "at 1.8 times the time"
     assert _time_ratio(row(0.8, 0.7, 1.1)) == "0.8 (0.7 to 1.1)"
     assert _time_ratio(row(1.8, 1.8, 1.8)) == "1.8"

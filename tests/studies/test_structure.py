@@ -269,10 +269,10 @@ def test_a_bias_is_structural_only_if_prediction_and_score_both_move() -> None:
     direction, cause, note = verdicts(0.7, 0.7, 0.8)
     assert (direction, cause) == ("holds", "contradicted")
     assert note.startswith("item 0 is predicted 4 times the mean")
-    assert study.conclude(direction, cause)[0] == "not the cause"
+    assert study.conclude(direction, cause)[0] == "direction only"
     direction, cause, note = verdicts(-0.3, 0.6, 0.1)
     assert (direction, cause) == ("contradicted", "contradicted")
-    assert study.conclude(direction, cause)[0] == "wrong direction"
+    assert study.conclude(direction, cause)[0] == "not the direction"
     assert verdicts(0.05, 0.6, 0.1)[:2] == ("inconclusive", "inconclusive")
 
 

@@ -625,10 +625,22 @@ def test_a_detectable_effect_is_detected_in_four_of_five_samples() -> None:
     ("verdict", "detectable", "next_step"),
     [
         # Half the interval takes four times the questions.
-        ("cannot tell", 0.4, "posbench experiment=liu2023 study.questions=40"),
+        (
+            "cannot tell",
+            0.4,
+            "posbench experiment=liu2023 study.questions=40 task.limit=40",
+        ),
         # A run that tells 20 points apart is there already.
-        ("cannot tell", 0.2, "posbench experiment=liu2023 study.questions=40"),
-        ("cannot tell", 0.21, "posbench experiment=liu2023 study.questions=45"),
+        (
+            "cannot tell",
+            0.2,
+            "posbench experiment=liu2023 study.questions=40 task.limit=40",
+        ),
+        (
+            "cannot tell",
+            0.21,
+            "posbench experiment=liu2023 study.questions=45 task.limit=45",
+        ),
         ("cannot do the task", 0.4, ""),
         ("no bias", 0.4, ""),
     ],
