@@ -539,6 +539,8 @@ def _resolve_stages(
     requested = data.get("stages")
     if requested is None:
         requested = _default_stages(model, parts.get("task"), search, choice, target)
+        if _names_search(typed) and model.in_process and "search" not in requested:
+            requested = ["search", *requested]
         if parts.get("constants"):
             requested = [stage for stage in requested if stage != "search"]
     stages = tuple(requested)
@@ -647,6 +649,11 @@ def _default_stages(
     if _can_build(choice, findable, target):
         return ["search", *without_search]
     return model.stages
+
+
+def _names_search(typed: Sequence[str]) -> bool:
+    """Whether the user typed a search, or a setting of one."""
+    return any(key.partition(".")[0] == "search" for key in typed)
 
 
 def _can_build(

@@ -167,6 +167,17 @@ def test_what_is_typed_wins_over_what_is_found() -> None:
     assert searched == ScaleChannel(channel=7, factor=0.0, layers=(1, 3))
 
 
+@pytest.mark.parametrize("typed", ["search=bases", "search.held_back=12"])
+def test_a_search_that_is_typed_is_made_whatever_constants_are_known(typed: str) -> None:
+    """Also under a model whose file asks for none, and not where it serves no part of the method."""
+    known = ("model=tiny", "model.stages=[intervene,evaluate,report]")
+    base = (*known, "method=rope_base", "search=bases")
+    assert "search" not in config_of(*known, "method=scale_channel").stages
+    assert config_of(*base, typed).stages[:2] == ("search", "intervene")
+    assert config_of(*base, typed, "stages=[evaluate]").stages == ("evaluate",)
+    assert "search" not in config_of(*known, "method=ms_poe", "search.strings=9").stages
+
+
 def test_a_method_without_constants_is_searched_first_unless_stages_are_typed() -> None:
     model = "model.path=posbench://tiny"
     alone = config_of("model=hf", model)
