@@ -682,7 +682,8 @@ class Course:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
         choices, without_constants = self._choices(split.num_held_back)
-        methods, left_out = applicable_methods(lm, choices, split.examples)
+        is_typed = "method" in self.runs.typed_keys
+        methods, left_out = applicable_methods(lm, choices, split.examples, is_typed)
         left_out += without_constants
         if not methods:
             diagnosis.remedies = left_out
@@ -701,10 +702,11 @@ class Course:
         diagnosis.remedies = [*remedies, *left_out]
         if pair and pair.leads:
             diagnosis.winner = pair.remedy.name
-            diagnosis.winner_changes = "the prompt and the model"
             choices[diagnosis.winner] = pair.choice
         if diagnosis.winner:
-            self._hold_back(choices[diagnosis.winner], split.num_held_back)
+            winner = choices[diagnosis.winner]
+            diagnosis.winner_changes = winner.changes
+            self._hold_back(winner, split.num_held_back)
             return
         gap = diagnosis.source.gap if diagnosis.source else None
         hopeful = hopeful_methods(remedies, gap)
@@ -888,9 +890,16 @@ class Course:
         # Another seed draws other questions than those of the shape.
         if task.path is None and "task.seed" not in self.runs.typed_keys:
             part_overrides.append(f"task.seed={task.seed + 1}")
-        folder = self.runs.execute(
-            "held-back", part_overrides, share=LAST_SHARE, method="", in_process=True
-        )
+        options: Mapping[str, Any] = {"method": "", "in_process": True}
+        try:
+            asked = self.runs.prepare(part_overrides, **options).task
+        except UserError as error:
+            diagnosis.held_back = f"not asked: {error.field}: {error.allowed}"
+            return
+        if asked.items != task.items:
+            diagnosis.held_back = f"not asked: prompts of {task.items} items do not fit the window under it"
+            return
+        folder = self.runs.execute("held-back", part_overrides, LAST_SHARE, **options)
         self.runs.write_page(folder)
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
         verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")

@@ -292,7 +292,7 @@ class Diagnosis:
         remedies: The race, the best first.
         remedies_note: Why there was no race, or no winner.
         winner: The method that was asked on held-back questions.
-        winner_changes: What it changes, in words.
+        winner_changes: What it changes: ``prompt``, ``model`` or ``prompt and model``.
         held_back: The verdict on it.
         place: Where in a prompt to put what matters; empty: no place is surely better, or it was not looked for.
         prompt_changes: Verdict, policy, reason, recipe and table of ``study=order``; None: not raced.
@@ -318,7 +318,7 @@ class Diagnosis:
     remedies: list[Remedy] = field(default_factory=list)
     remedies_note: str = ""
     winner: str = ""
-    winner_changes: str = "the model"
+    winner_changes: str = "model"
     held_back: str = ""
     place: str = ""
     prompt_changes: Mapping[str, Any] | None = None

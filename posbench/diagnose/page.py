@@ -240,7 +240,8 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         held_back = diagnosis.held_back
         if held_back in diagnosis.headline:
             held_back = held_back.partition(" (")[0]
-        change = f"change of {diagnosis.winner_changes}: {diagnosis.winner}"
+        changed = diagnosis.winner_changes.replace(" and ", " and the ")
+        change = f"change of the {changed}: {diagnosis.winner}"
         gain = _winner_gain(diagnosis)
         result.append(f"{change}, {gain}; on held-back questions: {held_back}")
     elif diagnosis.remedies_note:

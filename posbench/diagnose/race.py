@@ -36,7 +36,10 @@ QUESTION_FIRST = "question_first_and_last"
 
 
 def applicable_methods(
-    lm: LM, choices: Mapping[str, MethodChoice], examples: Sequence[Example]
+    lm: LM,
+    choices: Mapping[str, MethodChoice],
+    examples: Sequence[Example],
+    is_typed: bool = False,
 ) -> tuple[dict[str, Method], list[Remedy]]:
     """Build the methods that can run on a model, and give the reasons against the others.
 
@@ -44,6 +47,7 @@ def applicable_methods(
         lm: The model.
         choices: Every method by name, with the constants that are known.
         examples: The prompts of the race.
+        is_typed: Whether the user asks about one method, so that changes of the prompt had no race of their own.
 
     Returns:
         The methods, and the reason for each one left out.
@@ -60,7 +64,7 @@ def applicable_methods(
             method = choice.build()
             method.check(lm)
             note = ""
-            if choice.changes_prompts_alone:
+            if choice.changes_prompts_alone and not is_typed:
                 note = "a change of the prompt, raced above"
             elif choice.reads_items or not method.rewrites_by_text:
                 # They take ten times as long and more: they would take the time of all others.
@@ -70,9 +74,9 @@ def applicable_methods(
             if note:
                 left_out.append(Remedy(name, note=note))
                 continue
-            unchanged = method.unchanged_length(lm)
-            if num_tokens <= unchanged:
-                note = f"it changes texts of more than {unchanged} tokens, these have up to {num_tokens}"
+            reason = method.without_effect(lm, num_tokens)
+            if reason:
+                note = f"it {reason}, these have up to {num_tokens}"
                 left_out.append(Remedy(name, note=note))
                 continue
         except UserError as error:

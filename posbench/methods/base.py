@@ -195,6 +195,15 @@ class Method(ABC):
         """Tokens of the longest text that it reads as the unmodified model does; 0 where it changes every text."""
         return 0
 
+    def without_effect(self, lm: LM, tokens: int) -> str:
+        """Why texts of so many tokens are read under it as by the unmodified model; empty where they are not."""
+        unchanged = self.unchanged_length(lm)
+        if tokens > unchanged:
+            return ""
+        if unchanged >= lm.context_window:
+            return "changes nothing in the window of this model"
+        return f"changes texts of more than {unchanged} tokens"
+
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
 

@@ -100,14 +100,23 @@ class MethodChoice:
         return all(issubclass(cls, PromptChange) for cls in classes)
 
     @property
+    def changes(self) -> str:
+        """What it changes, in words: the prompt, the model, or both."""
+        changes_prompt = any(issubclass(cls, PromptChange) for cls in self.classes)
+        if self.changes_prompts_alone:
+            return "prompt"
+        return "prompt and model" if changes_prompt else "model"
+
+    @property
     def export_format(self) -> str:
         """The format of ``posbench export`` for it: a checkpoint where it folds, else weights with a file of code.
 
-        Empty for several methods that change the model: some lists fold, and no file of code holds two.
+        Empty for changes of the prompt, and for several methods that change the model: some lists fold, and no file of
+        code holds two.
         """
         parts = list(self.parts.values()) or [self]
         classes = [part.cls for part in parts if not part.changes_prompts_alone]
-        if len(classes) > 1:
+        if len(classes) != 1:
             return ""
         folds = all(cls.always_folds for cls in classes)
         return "checkpoint" if folds else "transformers"

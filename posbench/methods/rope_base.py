@@ -38,6 +38,11 @@ class RopeBase(Method):
         """The model's own base."""
         return replace(self, base=None)
 
+    def unchanged_length(self, lm: LM) -> int:
+        """The whole window where the base is the model's own."""
+        is_own = self.base in (None, rope.own_base(lm.model))
+        return lm.context_window if is_own else 0
+
     def folded(self, lm: LM) -> CheckpointChange:
         """The base in the config."""
         return CheckpointChange(rope={"rope_theta": self.base} if self.base else {})

@@ -365,12 +365,15 @@ def _method_without_effect(run: Run, prompt_tokens: int) -> list[str]:
         run: The run.
         prompt_tokens: Tokens of its longest prompt.
     """
-    unchanged = run.method.trial().unchanged_length(run.lm)
-    if prompt_tokens + run.task.max_new_tokens > unchanged:
+    if "search" in run.stages:
+        return []  # its constants are not found yet
+    tokens = prompt_tokens + run.task.max_new_tokens
+    reason = run.method.trial().without_effect(run.lm, tokens)
+    if not reason:
         return []
     return [
-        f"method: {run.method.choice.name} changes texts of more than {unchanged} tokens, and the longest prompt "
-        f"here has {prompt_tokens}: expect no difference"
+        f"method: {run.method.choice.name} {reason}, and the longest prompt here has {prompt_tokens}: expect no "
+        "difference"
     ]
 
 
@@ -399,6 +402,27 @@ def _check_prompts_of_method(run: Run, config: Config) -> None:
     if method.rewrites and "search" in config.stages and not is_plain:
         allowed = "no search stage, or changes of the prompt that need no model and ask for the answer alone"
         raise UserError("stages", "search", allowed, "set stages=[intervene,evaluate]")
+    if method.rewrites and "search" in config.stages:
+        _check_calibration_prompts(run)
+
+
+def _check_calibration_prompts(run: Run) -> None:
+    """Refuse a search under a change of the prompt that its calibration prompts do not show.
+
+    Raises:
+        UserError: No calibration prompt changes, or items are cut away that the task places.
+    """
+    name = run.method.choice.name
+    hint = "set stages=[evaluate,report], or search without that change"
+    if any(
+        getattr(cls, "changes", "") == "number" for cls in run.method.choice.classes
+    ):
+        allowed = f"changes of the prompt that keep all items, where a search reads it; {name} cuts some away"
+        raise UserError("stages", "search", allowed, hint)
+    examples = run.task.examples("calibration")
+    if [e.prompt for e in run.as_asked(examples)] == [e.prompt for e in examples]:
+        allowed = f"calibration prompts that {name} changes: these have no marked items, or nothing to change"
+        raise UserError("stages", "search", allowed, hint)
 
 
 def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
@@ -409,9 +433,11 @@ def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
     """
     if "search" in stages:
         examples = run.task.examples("calibration")
+        # One that asks the model how to rewrite is refused with a search.
+        if run.method.trial().rewrites_by_text:
+            examples = run.as_asked(examples)
         longest = max(examples, key=lambda e: len(e.prompt))
-        (asked,) = run.as_asked([longest])
-        yield run.lm.encode(asked.prompt).ids
+        yield run.lm.encode(longest.prompt).ids
     if {"intervene", "evaluate"} & set(stages):
         examples = run.evaluation
         method = run.method.trial()

@@ -810,7 +810,9 @@ def _step_after_scores(
     is_prompt_change = choice is not None and choice.changes_prompts_alone
     in_process = is_in_process(config.get("model"))
     to = choice.export_format if choice else "transformers"
-    if word == FIXED and in_process and not is_prompt_change and to:
+    # Where a search kept the unmodified model, another part of a list made the fix, and no file holds that.
+    holds_fix = to and not _kept_unmodified(run.path)
+    if word == FIXED and in_process and holds_fix:
         return f"posbench export {name} --to {to} --out fix", EXPORT_PURPOSE
     if word == NOT_FIXED and in_process:
         words = ["posbench study=remedies", *subject]

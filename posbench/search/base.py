@@ -320,9 +320,11 @@ class Search(ABC):
                 lengths[example.id] = self.prompt_length(run, example)
             except UserError:
                 refused_questions.add(example.cluster)
-        examples = self.as_measured(
-            run, [e for e in examples if e.cluster not in refused_questions]
-        )
+        examples = [e for e in examples if e.cluster not in refused_questions]
+        try:
+            examples = self.as_measured(run, examples) if examples else []
+        except UserError:
+            examples = []  # no reply holds an answer, before which it could be measured
         batches = run.prompts.batches_by_length(
             examples, lambda example: lengths[example.id]
         )

@@ -26,6 +26,7 @@ from posbench.model.lm import length_batches
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Alphabet, Count, Seed, Whole
+from posbench.search import held_back
 from posbench.search.base import SEARCH_ROWS_FILE, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
 from posbench.tasks import Example
@@ -546,9 +547,10 @@ class ChannelSearch(DeploySearch):
             text = f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
             if "last" in block:
                 text += ", all tokens"
-        text += f": loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}"
+        before = held_back.baseline(block.get("held_back", {}))
+        text += f": loss {block['loss']:.4f}, {before} {block['loss_unmodified']:.4f}"
         if "deploy" not in block and block["loss"] >= block["loss_unmodified"]:
-            text += "; no candidate lowers the loss of the unmodified model"
+            text += "; no candidate lowers that loss"
         return text
 
     def sections(self, read: Read) -> list[Section]:

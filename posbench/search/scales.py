@@ -18,6 +18,7 @@ from posbench.model.lm import LM
 from posbench.plots.search import POSITIONS
 from posbench.run.base import Run
 from posbench.schema import Count, NonNegative, Seed
+from posbench.search import held_back
 from posbench.search.base import Search
 from posbench.tasks import Example, Task
 
@@ -124,9 +125,10 @@ class ScaleSearch(Search):
     def describe(self, block: Mapping[str, Any]) -> str:
         """Range of the scales, and fitness."""
         text = f"scales {block['lowest']:.3g} to {block['highest']:.3g}: fitness {block['fitness']:.4f}"
-        text += f", unmodified {block['fitness_unmodified']:.4f}"
+        before = held_back.baseline(block.get("held_back", {}))
+        text += f", {before} {block['fitness_unmodified']:.4f}"
         if block["fitness"] <= block["fitness_unmodified"]:
-            text += "; not better than the unmodified model"
+            text += "; no better"
         return text
 
 

@@ -15,6 +15,7 @@ from annotated_types import Ge, Lt
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Figure, pd
+from posbench.measure.replies import encode_prompt
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.methods.prompt_change import UNRANKED, PromptChange
@@ -220,6 +221,9 @@ class OrderStudy(Study):
                 continue
             try:
                 rewritten = rewrite_examples(encoder, task, examples, method)
+                encode_prompt(
+                    encoder, task, max(rewritten, key=lambda e: len(e.prompt))
+                )
             except UserError as error:
                 left_out[name] = error.allowed
                 continue

@@ -195,7 +195,7 @@ class Remedies(TimingStudy):
             table.append(
                 {
                     "method": name,
-                    "changes": _changes(choices[name]) if name in choices else "",
+                    "changes": choices[name].changes if name in choices else "",
                     **_columns("accuracy", bootstrap.mean([*own.values()], [*own])),
                     **_columns("difference", gain),
                     "worst": worst["accuracy"],
@@ -393,9 +393,9 @@ def _applicable(
         try:
             method = choice.build()
             method.check(run.lm)
-            unchanged = method.unchanged_length(run.lm)
-            if num_tokens <= unchanged:
-                left_out[name] = f"changes texts of more than {unchanged} tokens"
+            reason = method.without_effect(run.lm, num_tokens)
+            if reason:
+                left_out[name] = reason
                 continue
             if (
                 any(cls.uses_order() for cls in _prompt_changes(choice))
@@ -403,8 +403,14 @@ def _applicable(
             ):
                 left_out[name] = UNRANKED
                 continue
-            if choice.changes_prompts_alone:
+            if choice.parts:
+                # Some methods do not go together, which shows where they meet.
+                with method.applied(run.lm):
+                    pass
+            if method.rewrites_by_text and method.rewrites:
                 rewritten = run.prompts.rewrite(asked, method)
+                run.prompts.encode([max(rewritten, key=lambda e: len(e.prompt))])
+            if choice.changes_prompts_alone:
                 prompts = tuple(example.prompt for example in rewritten)
                 first = name_of_prompts.setdefault(prompts, name)
                 if first != name:
@@ -432,13 +438,6 @@ def _typed(name: str) -> str:
 def _prompt_changes(choice: MethodChoice) -> list[type[PromptChange]]:
     """The classes of the method and of its parts that change the prompt."""
     return [cls for cls in choice.classes if issubclass(cls, PromptChange)]
-
-
-def _changes(choice: MethodChoice) -> str:
-    """What a method changes: the prompt, the model, or both."""
-    if choice.changes_prompts_alone:
-        return "prompt"
-    return "prompt and model" if _prompt_changes(choice) else "model"
 
 
 def _empty_glance(table: pd.DataFrame) -> Glance:

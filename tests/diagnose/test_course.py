@@ -254,7 +254,7 @@ def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
     ((choice,), found) = asked, course.diagnosis.winner
     assert found == choice.name == (winner or "rope_base")
     assert course.diagnosis.winner_changes == (
-        "the prompt and the model" if winner else "the model"
+        "prompt and model" if winner else "model"
     )
     spelt = course._spell_method(choice)
     built = course.runs.prepare(spelt, method="", in_process=True).choice.build()

@@ -168,7 +168,9 @@ def test_what_is_typed_wins_over_what_is_found() -> None:
 
 
 @pytest.mark.parametrize("typed", ["search=bases", "search.held_back=12"])
-def test_a_search_that_is_typed_is_made_whatever_constants_are_known(typed: str) -> None:
+def test_a_search_that_is_typed_is_made_whatever_constants_are_known(
+    typed: str,
+) -> None:
     """Also under a model whose file asks for none, and not where it serves no part of the method."""
     known = ("model=tiny", "model.stages=[intervene,evaluate,report]")
     base = (*known, "method=rope_base", "search=bases")
