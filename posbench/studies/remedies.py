@@ -147,11 +147,21 @@ class Remedies(TimingStudy):
     def workload(self, run: Run) -> list[InspectionPasses]:
         """Return the replies under all remedies, those that turn out not to apply among them, and the timed ones."""
         asked = first_examples(run.evaluation, self.examples)
-        remedies = 1 + len(self._choices(run))
-        times = remedies * (self.repeats + 1)
+        rewritten = [
+            _rewritten(run, choice, asked) for choice in self._choices(run).values()
+        ]
+        as_given = 1 + rewritten.count(None)
+        sets = [
+            (asked, as_given),
+            *((examples, 1) for examples in rewritten if examples),
+        ]
         return [
-            InspectionPasses(asked, times=0, replies=remedies),
-            InspectionPasses(_spread(asked, self.timed), times=0, replies=times),
+            InspectionPasses(examples, times=0, replies=replies)
+            for prompts, remedies in sets
+            for examples, replies in (
+                (prompts, remedies),
+                (_spread(prompts, self.timed), remedies * (self.repeats + 1)),
+            )
         ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -369,6 +379,19 @@ class Remedies(TimingStudy):
             "worse than it, and than which no other is both better and cheaper."
         )
         return {"remedies": (_draw(drawn), caption)}
+
+
+def _rewritten(
+    run: Run, choice: MethodChoice, examples: Sequence[Example]
+) -> list[Example] | None:
+    """The examples as a remedy asks them that changes their text; None where it does not, or does not apply."""
+    try:
+        method = choice.build()
+        if method.rewrites and method.rewrites_by_text:
+            return run.prompts.rewrite(examples, method)
+    except UserError:
+        pass  # the study says why it is left out
+    return None
 
 
 def _applicable(

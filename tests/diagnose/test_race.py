@@ -25,6 +25,7 @@ from posbench.methods.composed import Composed
 from posbench.methods.dca import DualChunkAttention
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.repeat import Repeat
+from posbench.methods.rope_base import RopeBase
 from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.run.folder import RunDir
@@ -80,6 +81,23 @@ def test_a_method_that_changes_longer_texts_alone_is_left_out(
     assert list(methods) == ["shorter"]
     assert [remedy.name for remedy in left_out] == ["longest"]
     assert left_out[0].note.count(str(longest)) == 2
+
+
+def test_a_change_of_the_prompt_is_raced_where_it_is_asked_about(
+    lm: LM, task: KVRetrieval
+) -> None:
+    """Else it has had a race of its own; a base that is the model's own is no method."""
+    examples = task.examples("calibration")[:4]
+    choices = {
+        "twice": MethodChoice(name="twice", cls=Repeat, values={"part": "documents"}),
+        "own": MethodChoice(name="own", cls=RopeBase, values={"base": 10000.0}),
+    }
+    for is_typed, raced in ((False, []), (True, ["twice"])):
+        methods, left_out = applicable_methods(lm, choices, examples, is_typed)
+        assert list(methods) == raced
+        notes = {remedy.name: remedy.note for remedy in left_out}
+        assert ("raced above" in notes.get("twice", "")) != is_typed
+        assert "changes nothing in the window" in notes["own"]
 
 
 def test_gains_are_those_of_the_losses_one_by_one(

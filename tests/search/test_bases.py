@@ -103,6 +103,20 @@ def test_under_a_change_of_the_prompt_the_changed_prompts_are_read(
             "changes of the prompt that need no model and ask for the answer alone",
         ),
         (
+            ("method=[attention_sorting,rope_base]", "search=bases"),
+            "changes of the prompt that need no model and ask for the answer alone",
+        ),
+        (
+            (
+                "method=[top_3,rope_base]",
+                "search=bases",
+                "task.pairs=6",
+                "task.calibration_pairs=6",
+                "task.positions=[0,1,2,3,4,5]",
+            ),
+            "top_3-rope_base cuts some away",
+        ),
+        (
             ("method=[layer_scaling,moice]", "search=router"),
             "which serves moice alone",
         ),
@@ -122,6 +136,43 @@ def test_lists_that_a_search_does_not_serve_are_refused(
     assert result.status == 2
     assert allowed in result.err
     assert not run_folders(outputs)
+
+
+def test_calibration_prompts_that_a_change_does_not_reach_are_refused(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
+    """Of a file without marked items: the base would be one for prompts as they are."""
+    line = '{"input": "Json data: {\\"bal\\": \\"kop\\"} The value of key \\"bal\\" is \\"", "output": "kop"}\n'
+    (tmp_path / "calibration.jsonl").write_text(line * 12)
+    file = f"task.calibration_path={tmp_path / 'calibration.jsonl'}"
+    listed = "method=[documents_twice,rope_base]"
+    result = posbench("model=tiny", listed, "search=bases", "stages=[search]", file)
+    assert result.status == 2
+    assert "calibration prompts that documents_twice-rope_base changes" in result.err
+    assert not run_folders(outputs)
+
+
+def test_a_fix_beside_the_models_own_base_is_no_files(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
+    """The documents twice take the bias away, the search keeps the base: there is nothing to export."""
+    result = posbench(
+        "model=tiny",
+        "method=[documents_twice,rope_base]",
+        "search=bases",
+        "search.factors=[0.01]",
+        "task.limit=80",
+        "task.positions=[0%,50%,100%]",
+        "task.calibration_examples=12",
+        "stages=[search,evaluate]",
+    )
+    assert result.status == 0, result.err
+    assert "\nfixed: " in result.out and "posbench export" not in result.out
+    (folder,) = run_folders(outputs)
+    out = ("--to", "checkpoint", "--out", str(tmp_path / "fix"))
+    refused = posbench("export", str(folder), *out, verb=True)
+    assert refused.status == 2 and "this base is its own" in refused.err
+    assert not (tmp_path / "fix").exists()
 
 
 def test_the_models_own_base_is_kept_where_no_other_is_better(

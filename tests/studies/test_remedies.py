@@ -74,6 +74,31 @@ def test_numbers_are_those_of_the_rows(
     assert 1.8 * tokens["none"] < tokens["documents_twice"] < 2.1 * tokens["none"]
 
 
+def test_remedies_that_do_not_fit_are_left_out_and_the_others_asked(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """Prompts that are too long when they are said twice, and methods that do not go together."""
+    result = posbench(
+        "study=remedies",
+        "task.limit=2",
+        "task.pairs=64",
+        "task.positions=[0%,50%,100%]",
+        "study.methods=[documents_twice,rope_base,[self_extend,layer_scaling]]",
+        "study.repeats=1",
+        "study.timed=1",
+    )
+    assert result.status == 0, result.err
+    (folder,) = outputs.glob("remedies/v*/*__*")
+    table = pd.read_csv(folder / "remedies.csv", keep_default_na=False)
+    notes = table.set_index("method")["note"]
+    assert table.loc[table["verdict"] != "left out", "method"].tolist() == [
+        "none",
+        "rope_base",
+    ]
+    assert "prompt length: at most 51" in notes["documents_twice"]
+    assert "rotates by hand" in notes["self_extend + layer_scaling"]
+
+
 def test_methods_of_a_list_are_applied_together(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
