@@ -509,6 +509,8 @@ def _effects(measured: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
     at_text = [estimate(row, "score") for _, row in scores[of_text].iterrows()]
     kept = 1 - SMALLEST_LOST_SHARE
     n = int(scores.loc[~of_text, "n"].sum())
+    of_direction = ~of_text & scores["gold_position"].isin([favoured, disfavoured])
+    n_direction = int(scores.loc[of_direction, "n"].sum())
 
     text_tokens = (behind_text["tokens"] - plain["tokens"]).mean()
     distances = [
@@ -522,7 +524,7 @@ def _effects(measured: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
             "text_tokens": Estimate(text_tokens, np.nan, np.nan, len(plain)),
             "favoured": Estimate(favoured, np.nan, np.nan, len(plain)),
             "disfavoured": Estimate(disfavoured, np.nan, np.nan, len(plain)),
-            "direction": combined(at_positions, direction, n),
+            "direction": combined(at_positions, direction, n_direction),
             "lowered": Estimate(lowered, np.nan, np.nan, len(plain)),
             "predicted": _mean(before, clusters),
             "predicted_behind_text": _mean(after, clusters),
