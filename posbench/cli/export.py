@@ -110,13 +110,9 @@ def export(args: list[str]) -> int:
         raise UserError("method", run.method.choice.name, allowed, hint)
     requested.check(run.lm)
     if requested.unchanged_length(run.lm) >= run.lm.context_window:
-        allowed = "one that changes the model: this base is its own"
-        raise UserError(
-            "method",
-            run.method.choice.name,
-            allowed,
-            "nothing is to be written: use the model as it is",
-        )
+        allowed = "one that changes what the model reads within its window"
+        hint = "use the model as it is: there is nothing to write"
+        raise UserError("method", run.method.choice.name, allowed, hint)
     # The twin for all tokens, where the format folds the method into weights.
     method = _method_to_write(form, run, requested, exact)
     fix = replace(_fix(run, method), weights=weights or "")
@@ -124,8 +120,8 @@ def export(args: list[str]) -> int:
     price = origin.price
     if method != requested:
         price = write.folding_price(run, requested, method)
-    if price and changes:
-        price += f", without {' and '.join(changes)}"
+        if changes:
+            price += f", without {' and '.join(changes)}"
     if price:
         console.print(Text(price), soft_wrap=True)
     verdict = str(origin.verdict or "")

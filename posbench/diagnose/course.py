@@ -682,8 +682,13 @@ class Course:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
         choices, without_constants = self._choices(split.num_held_back)
-        is_typed = "method" in self.runs.typed_keys
-        methods, left_out = applicable_methods(lm, choices, split.examples, is_typed)
+        methods, left_out = applicable_methods(
+            lm,
+            choices,
+            split.examples,
+            typed="method" in self.runs.typed_keys,
+            changes_raced=bool(diagnosis.prompt_changes),
+        )
         left_out += without_constants
         if not methods:
             diagnosis.remedies = left_out
@@ -705,7 +710,7 @@ class Course:
             choices[diagnosis.winner] = pair.choice
         if diagnosis.winner:
             winner = choices[diagnosis.winner]
-            diagnosis.winner_changes = winner.changes
+            diagnosis.winner_changes = winner.changed_part
             self._hold_back(winner, split.num_held_back)
             return
         gap = diagnosis.source.gap if diagnosis.source else None

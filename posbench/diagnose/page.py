@@ -196,8 +196,8 @@ def _verdict_sentence(diagnosis: Diagnosis, looked: Glance | None) -> str:
     if name == CANNOT_TELL and looked and diagnosis.needed_questions:
         asked = diagnosis.shape.questions if diagnosis.shape else 0
         return (
-            f"{asked} questions at each position do not tell whether {model} has a position bias; about "
-            f"{diagnosis.needed_questions:,} would."
+            f"Too few questions ({asked} at each position) to tell whether {model} has a position bias; about "
+            f"{diagnosis.needed_questions:,} would do."
         )
     if looked and looked.word == name:
         return looked.sentence

@@ -39,7 +39,8 @@ def applicable_methods(
     lm: LM,
     choices: Mapping[str, MethodChoice],
     examples: Sequence[Example],
-    is_typed: bool = False,
+    typed: bool = False,
+    changes_raced: bool = False,
 ) -> tuple[dict[str, Method], list[Remedy]]:
     """Build the methods that can run on a model, and give the reasons against the others.
 
@@ -47,7 +48,8 @@ def applicable_methods(
         lm: The model.
         choices: Every method by name, with the constants that are known.
         examples: The prompts of the race.
-        is_typed: Whether the user asks about one method, so that changes of the prompt had no race of their own.
+        typed: Whether the user asks about one method, which may change the prompt alone.
+        changes_raced: Whether the changes of the prompt had a race of their own.
 
     Returns:
         The methods, and the reason for each one left out.
@@ -64,8 +66,10 @@ def applicable_methods(
             method = choice.build()
             method.check(lm)
             note = ""
-            if choice.changes_prompts_alone and not is_typed:
-                note = "a change of the prompt, raced above"
+            if choice.changes_prompts_alone and not typed:
+                note = "a change of the prompt: posbench study=order"
+                if changes_raced:
+                    note = "a change of the prompt, raced above"
             elif choice.reads_items or not method.rewrites_by_text:
                 # They take ten times as long and more: they would take the time of all others.
                 note = (
@@ -76,7 +80,7 @@ def applicable_methods(
                 continue
             reason = method.without_effect(lm, num_tokens)
             if reason:
-                note = f"it {reason}, these have up to {num_tokens}"
+                note = f"it {reason}; these have up to {num_tokens} tokens"
                 left_out.append(Remedy(name, note=note))
                 continue
         except UserError as error:

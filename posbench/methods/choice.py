@@ -100,7 +100,7 @@ class MethodChoice:
         return all(issubclass(cls, PromptChange) for cls in classes)
 
     @property
-    def changes(self) -> str:
+    def changed_part(self) -> str:
         """What it changes, in words: the prompt, the model, or both."""
         changes_prompt = any(issubclass(cls, PromptChange) for cls in self.classes)
         if self.changes_prompts_alone:

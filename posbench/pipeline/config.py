@@ -539,10 +539,10 @@ def _resolve_stages(
     requested = data.get("stages")
     if requested is None:
         requested = _default_stages(model, parts.get("task"), search, choice, target)
-        if _names_search(typed) and model.in_process and "search" not in requested:
-            requested = ["search", *requested]
         if parts.get("constants"):
             requested = [stage for stage in requested if stage != "search"]
+        if _names_search(typed) and model.in_process and "search" not in requested:
+            requested = ["search", *requested]
     stages = tuple(requested)
     if not stages or list(stages) != [stage for stage in STAGES if stage in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"

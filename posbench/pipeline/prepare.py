@@ -414,9 +414,8 @@ def _check_calibration_prompts(run: Run) -> None:
     """
     name = run.method.choice.name
     hint = "set stages=[evaluate,report], or search without that change"
-    if any(
-        getattr(cls, "changes", "") == "number" for cls in run.method.choice.classes
-    ):
+    changes = [c for c in run.method.choice.classes if issubclass(c, PromptChange)]
+    if any(change.changes == "number" for change in changes):
         allowed = f"changes of the prompt that keep all items, where a search reads it; {name} cuts some away"
         raise UserError("stages", "search", allowed, hint)
     examples = run.task.examples("calibration")

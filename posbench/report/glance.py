@@ -83,6 +83,8 @@ ScoreOrder = Literal["above", "below", "alike", "not compared"]
 MAX_WORD_CHARACTERS = 30
 """Characters of the word of a comparison up to which it names the run."""
 EXPORT_PURPOSE = "writes the fix as files that others load"
+MORE_QUESTIONS = 4
+"""Factor on the questions that halves an interval."""
 MARGIN_TEXT = f"{100 * MARGIN:.0f} points"
 WITHIN_MARGIN = f"within {MARGIN_TEXT}"
 """The word on two scores whose difference is surely too small to matter."""
@@ -107,9 +109,8 @@ def run_glance(folder: Path) -> Glance:
         # Where there is no verdict on a bias, the task has no three gold positions for a diagnosis.
         word = glance.word if glance.rule else ""
         base, method, _ = _subjects(metrics)
-        # The model has a bias for sure, and what the method does about it is open.
-        is_about_method = method and not unmeasurable_bias(metrics).get(base)
-        command, purpose = _step_after_scores(run, config, word, bool(is_about_method))
+        is_about_method = bool(method) and _has_bias(metrics, base)
+        command, purpose = _step_after_scores(run, config, word, is_about_method)
         return _with_step(glance, command, purpose)
     findings = read_csv(folder / "findings.csv")
     facts = read_json(folder / "study.json") or {}
@@ -130,7 +131,7 @@ def run_glance(folder: Path) -> Glance:
         subject = [a for a in _subject(run, config) if a.partition("=")[0] not in named]
         purpose = found.purpose
         task = _group(config, "task")
-        if found.next.startswith("posbench method="):
+        if "method" in named:
             # The best of several on few questions looks better than it is.
             subject = _without(subject, "task.limit")
             if "seed" in task and not task.get("path"):
@@ -153,8 +154,13 @@ def run_glance(folder: Path) -> Glance:
 def _kept_unmodified(folder: Path) -> bool:
     """Whether a search kept the unmodified model, so that there is nothing to evaluate."""
     gains = read_csv(folder / held_back.TABLE_FILE)
-    ends = ["gain", "ci_low", "ci_high"]
-    return gains is not None and bool((gains[ends] == 0).all(axis=None))
+    return gains is not None and bool(gains[held_back.KEPT].all())
+
+
+def _has_bias(metrics: pd.DataFrame, base: str) -> bool:
+    """Whether the unmodified model has a position bias for sure."""
+    verdict = run_verdict(metrics[metrics["method"] == base])
+    return verdict is not None and verdict.name == BIAS
 
 
 def run_word(folder: Path) -> tuple[str, Tone]:
@@ -355,7 +361,7 @@ def _doubt(metrics: pd.DataFrame, base: str, method: str, model: str) -> str:
     if note.startswith("at the ceiling"):
         return f"{model} is at the ceiling: it answers nearly all right, so this task cannot show a position bias."
     n = max(rows_at_positions(metrics)["n"], default=0)
-    if not method or note:
+    if not method or note or not _has_bias(metrics, base):
         return f"{_questions(n)} at each position cannot tell whether {model} has a position bias."
     return f"{_questions(n)} at each position cannot tell whether {method} removes the position bias of {model}."
 
@@ -801,13 +807,12 @@ def _step_after_scores(
         run: The run.
         config: Its config.
         word: Its verdict on a position bias; empty without one.
-        is_about_method: Whether it is open what its method does, and not whether there is a bias.
+        is_about_method: Whether the model has a bias for sure, so that what is open is what the method does.
     """
     name = name_in_commands(run, config)
     subject = _subject(run, config)
     node = _group(config, "method")
     choice = MethodChoice.of(node) if "_target_" in node else None
-    is_prompt_change = choice is not None and choice.changes_prompts_alone
     in_process = is_in_process(config.get("model"))
     to = choice.export_format if choice else "transformers"
     # Where a search kept the unmodified model, another part of a list made the fix, and no file holds that.
@@ -817,13 +822,14 @@ def _step_after_scores(
     if word == NOT_FIXED and in_process:
         words = ["posbench study=remedies", *subject]
         return " ".join(words), "asks the same questions under every remedy"
+    others = _without(subject, "task.limit")
+    limit = _group(config, "task").get("limit")
+    method = _method_as_typed(run, name)
+    if word == CANNOT_TELL and is_about_method and limit and method is not None:
+        words = ["posbench", *method, *others, f"task.limit={MORE_QUESTIONS * limit}"]
+        return " ".join(words), f"asks {MORE_QUESTIONS} times as many questions"
     # A diagnosis asks as many questions as it needs; those of this run may be too few.
-    words = ["posbench diagnose", *_without(subject, "task.limit")]
-    # It races no changes of the prompt with methods of the model, nor methods that read items.
-    is_raced = choice and not is_prompt_change and not choice.reads_items
-    if word == CANNOT_TELL and is_about_method and is_raced:
-        words[1:1] = _method_as_typed(run, name)
-    command = " ".join(words)
+    command = " ".join(["posbench diagnose", *others])
     if word in (BIAS, NOT_FIXED):
         return command, "looks for where it comes from and what helps"
     if word == CANNOT_TELL:
@@ -865,13 +871,16 @@ def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
     return [shlex.quote(arg) for arg in typed]
 
 
-def _method_as_typed(run: RunDir, name: str) -> list[str]:
-    """The method of a run as the overrides of another command: as typed, or with the constants that it found."""
+def _method_as_typed(run: RunDir, name: str) -> list[str] | None:
+    """The method of a run as the overrides of another command; None where the command named several.
+
+    It is as typed, or with the constants that the run found.
+    """
     if (run.path / FOUND_FILE).is_file():
         return [f"method=from:{name}"]
     args = shlex.split(str(run.facts(PROVENANCE).get("command", "")))
     if "-m" in args or "--multirun" in args:
-        return []  # it names the methods of all jobs
+        return None
     return [shlex.quote(arg) for arg in args if re.match(r"method[.=]", arg)]
 
 

@@ -351,6 +351,7 @@ class Search(ABC):
             facts |= {"gain": 0.0, "ci_low": 0.0, "ci_high": 0.0}
         parts = run.method.choice.parts
         others = [name for name in parts if name != run.method.searched.name]
+        facts[held_back.KEPT] = keeps_unmodified
         return facts | ({"beside": ", ".join(others)} if others else {})
 
     def measure_under(

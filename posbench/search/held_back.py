@@ -23,6 +23,8 @@ SMALLEST_LOSS_GAIN = 0.02
 SMALLEST_SCORE_GAIN = 0.01
 """Share of a fitness or score worth naming."""
 
+KEPT = "keeps_unmodified"
+"""Column that says whether the search kept the unmodified model."""
 TABLE_COLUMNS = (
     "measure",
     "found",
@@ -31,6 +33,7 @@ TABLE_COLUMNS = (
     "ci_low",
     "ci_high",
     "n",
+    KEPT,
     "beside",
 )
 """Columns of ``held_back.csv``, a single row; ``n`` counts prompts, ``beside`` names the other methods of a list, under

@@ -240,9 +240,8 @@ class PolicyRace:
         open_names = ", ".join(
             name
             for name in unsound
-            if name in standings
-            and standings[name].difference.ci_high
-            >= (self.margin if differences else 0)
+            if name not in standings
+            or standings[name].difference.ci_high >= (self.margin if differences else 0)
         )
         unjudged = f"too many of the replies under {open_names} are no answers"
         if not differences:

@@ -336,7 +336,7 @@ class OrderStudy(Study):
             "held_back": _in_points(held_back) if held_back else None,
             "questions": len({e.question_id for e in examples.values()}),
             "stopped": bool(stopped),
-            "step": _step_against_missing(run, rows[AS_RETRIEVED]),
+            "step": _step_against_missing(run, rows, remaining),
             "causes": dict(Counter(row["cause"] for row in causes)),
             "left_out": prepared.left_out,
             "probes": _probe_facts(probe_rows, examples, run.task.metric),
@@ -596,14 +596,20 @@ def _with_caveats(
     return PolicyVerdict(CANNOT_TELL, AS_RETRIEVED, reason) if reason else verdict
 
 
-def _step_against_missing(run: Run, rows: Sequence[Row]) -> str:
-    """What to do about replies as retrieved that are no answers; empty where they are few.
+def _step_against_missing(
+    run: Run, rows_by_policy: Mapping[str, Sequence[Row]], names: Iterable[str]
+) -> str:
+    """What to do about replies that are no answers, under the first policy with many; empty where all have few.
 
     Args:
         run: The run.
-        rows: Rows as retrieved.
+        rows_by_policy: Rows by policy.
+        names: The policies in the race, the prompts as retrieved first.
     """
-    if _missing(rows) <= MAX_MISSING:
+    answers = (rows_by_policy.get(name, ()) for name in names)
+    many = (rows for rows in answers if _missing(rows) > MAX_MISSING)
+    rows = next(many, None)
+    if rows is None:
         return ""
     kinds = [
         (kind, str(row.get("reason", ""))) for row in rows if (kind := kind_of_row(row))

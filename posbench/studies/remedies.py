@@ -147,21 +147,13 @@ class Remedies(TimingStudy):
     def workload(self, run: Run) -> list[InspectionPasses]:
         """Return the replies under all remedies, those that turn out not to apply among them, and the timed ones."""
         asked = first_examples(run.evaluation, self.examples)
-        rewritten = [
-            _rewritten(run, choice, asked) for choice in self._choices(run).values()
-        ]
-        as_given = 1 + rewritten.count(None)
-        sets = [
-            (asked, as_given),
-            *((examples, 1) for examples in rewritten if examples),
-        ]
+        sets = [asked]
+        for choice in self._choices(run).values():
+            sets.append(_rewritten(run, choice, asked) or asked)
+        timed = [_spread(examples, self.timed) for examples in sets]
         return [
-            InspectionPasses(examples, times=0, replies=replies)
-            for prompts, remedies in sets
-            for examples, replies in (
-                (prompts, remedies),
-                (_spread(prompts, self.timed), remedies * (self.repeats + 1)),
-            )
+            InspectionPasses(_told_apart(sets), times=0, replies=1),
+            InspectionPasses(_told_apart(timed), times=0, replies=self.repeats + 1),
         ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -205,7 +197,7 @@ class Remedies(TimingStudy):
             table.append(
                 {
                     "method": name,
-                    "changes": choices[name].changes if name in choices else "",
+                    "changes": choices[name].changed_part if name in choices else "",
                     **_columns("accuracy", bootstrap.mean([*own.values()], [*own])),
                     **_columns("difference", gain),
                     "worst": worst["accuracy"],
@@ -392,6 +384,15 @@ def _rewritten(
     except UserError:
         pass  # the study says why it is left out
     return None
+
+
+def _told_apart(sets: Sequence[Sequence[Example]]) -> list[Example]:
+    """The examples of all sets, each under an id of its own."""
+    return [
+        replace(example, id=f"{number} {example.id}")
+        for number, examples in enumerate(sets)
+        for example in examples
+    ]
 
 
 def _applicable(

@@ -92,11 +92,17 @@ def test_a_change_of_the_prompt_is_raced_where_it_is_asked_about(
         "twice": MethodChoice(name="twice", cls=Repeat, values={"part": "documents"}),
         "own": MethodChoice(name="own", cls=RopeBase, values={"base": 10000.0}),
     }
-    for is_typed, raced in ((False, []), (True, ["twice"])):
-        methods, left_out = applicable_methods(lm, choices, examples, is_typed)
+    for typed, changes_raced, raced in (
+        (False, True, []),
+        (False, False, []),
+        (True, False, ["twice"]),
+    ):
+        methods, left_out = applicable_methods(
+            lm, choices, examples, typed, changes_raced
+        )
         assert list(methods) == raced
         notes = {remedy.name: remedy.note for remedy in left_out}
-        assert ("raced above" in notes.get("twice", "")) != is_typed
+        assert ("raced above" in notes.get("twice", "")) == changes_raced
         assert "changes nothing in the window" in notes["own"]
 
 

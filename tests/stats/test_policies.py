@@ -162,6 +162,9 @@ def test_a_policy_without_enough_answers_leaves_the_verdict_open():
         assert (
             verdict.name == CANNOT_TELL and "under cut are no answers" in verdict.reason
         )
+    # So does one without any answer.
+    none = scores | {"cut": {}}
+    assert race.verdict(none, BASE, None, [BASE, "same"], ["cut"]).name == CANNOT_TELL
     # One that is surely worse does not.
     scores["cut"] = scores_of([0] * 180)
     assert race.verdict(scores, BASE, None, [BASE], ["cut"]).name == LEAVE
