@@ -33,7 +33,7 @@ from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, sentence_case
-from posbench.stats.outcomes import missing_note
+from posbench.stats.outcomes import PROBLEM, missing_note
 from posbench.stats.policies import MARGIN, Scores
 from posbench.stats.position_bias import position_bias, position_curves
 from posbench.stats.scores import score_frame
@@ -466,9 +466,12 @@ def _prompt_changes(choice: MethodChoice) -> list[type[PromptChange]]:
 
 def _empty_glance(table: pd.DataFrame) -> Glance:
     """The first look where nothing could be compared."""
-    notes = table.loc[table["method"] == UNMODIFIED, "note"].dropna()
-    if (notes != "").any():
-        sentence = "Too many replies of the unmodified model are no answers, so no remedy can be compared with it."
+    notes = table.set_index("method")["note"].dropna().astype(str)
+    notes = notes[notes.str.startswith(PROBLEM)]
+    if len(notes):
+        sentence = "Too many replies under each remedy that was asked are no answers, so none can be compared."
+        if UNMODIFIED in notes:
+            sentence = "Too many replies of the unmodified model are no answers, so no remedy can be compared with it."
         details = sentence_case(notes.iloc[0])
         setting = re.search(r"set (\S+=\S+)", details)
         glance = Glance("cannot tell", "open", sentence, details=details)

@@ -74,6 +74,23 @@ def test_numbers_are_those_of_the_rows(
     assert 1.8 * tokens["none"] < tokens["documents_twice"] < 2.1 * tokens["none"]
 
 
+def test_where_every_remedy_lacks_answers_they_are_not_said_not_to_fit() -> None:
+    note = "missing answers: 2.1% of 96 replies are no answers: 2 cut off; set task.max_new_tokens=400"
+    table = pd.DataFrame(
+        {
+            "method": ["none", "a", "b"],
+            "verdict": ["", "left out", "left out"],
+            "note": ["", note, "the same prompts as a"],
+        }
+    )
+    glance = Remedies().glance({"remedies": table})
+    assert glance is not None and "each remedy that was asked" in glance.sentence
+    assert glance.next.endswith("task.max_new_tokens=400")
+    unasked = table.assign(note=["", "no items", "the same prompts as a"])
+    glance = Remedies().glance({"remedies": unasked})
+    assert glance is not None and "No remedy fits" in glance.sentence
+
+
 def test_remedies_that_do_not_fit_are_left_out_and_the_others_asked(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
