@@ -154,7 +154,10 @@ def run_glance(folder: Path) -> Glance:
 def _kept_unmodified(folder: Path) -> bool:
     """Whether a search kept the unmodified model, so that there is nothing to evaluate."""
     gains = read_csv(folder / held_back.TABLE_FILE)
-    return gains is not None and bool(gains[held_back.KEPT].all())
+    # A committed run may be older than the column.
+    return gains is not None and bool(
+        gains.get(held_back.KEPT, pd.Series([False])).all()
+    )
 
 
 def _has_bias(metrics: pd.DataFrame, base: str) -> bool:
