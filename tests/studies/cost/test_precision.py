@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from posbench import paths
-from posbench.errors import choices
+from posbench.methods.choice import all_choices
 from posbench.schema import required_fields
 from posbench.studies.cost.precision import compare
 from tests.conftest import Result, config_of, run_folders
@@ -46,13 +46,13 @@ def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     largest = errors.set_index(["method", "weights"])["largest"]
     methods = sorted(set(errors["method"]))
     # A method whose constants the model's file lacks cannot be measured on it.
-    known = config_of("study=precision").all_methods.items()
-    left_out = {
-        n
-        for n, c in known
-        if any(c.values[key] is None for key in required_fields(c.cls))
+    blocks = config_of("study=precision").model.blocks
+    assert set(methods) == {
+        name
+        for name, choice in all_choices(paths.config_folders(None), blocks).items()
+        if not choice.changes_prompts_alone
+        and all(choice.values[key] is not None for key in required_fields(choice.cls))
     }
-    assert set(methods) == set(choices(paths.CONF / "method")) - left_out
     for name in methods:
         assert (
             0
