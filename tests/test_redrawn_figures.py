@@ -21,6 +21,7 @@ from PIL import Image
 
 from posbench.report.page import compact_svg
 from posbench.run.folder import open_run_dir
+from posbench.search import held_back
 from tests.conftest import Result, run_folders
 from tests.messages import refused
 from tools import figures
@@ -264,6 +265,19 @@ def test_a_kept_run_is_drawn_as_the_run_was(
         figures.keep(outputs, tmp_path / "kept")
     left = {file.name for file in (tmp_path / "kept").rglob("*") if file.is_file()}
     assert left == names, "what was kept before stays"
+
+
+def test_a_committed_search_without_todays_columns_is_drawn(tmp_path: Path) -> None:
+    """Its page asks whether it kept the unmodified model, which older tables do not say."""
+    kept = tmp_path / "kept"
+    shutil.copytree(ROOT / "experiments/results/runs/lpes_fig2", kept / "lpes_fig2")
+    for file in kept.rglob(held_back.TABLE_FILE):
+        table = pd.read_csv(file).drop(columns=held_back.KEPT, errors="ignore")
+        table.to_csv(file, index=False)
+    with figures.drawn_runs(kept) as drawn:
+        runs = run_folders(drawn)
+        assert len(runs) == 2
+        assert all(list(run.glob("figures/*.svg")) for run in runs)
 
 
 def test_a_large_table_is_kept_in_few_bytes(tmp_path: Path) -> None:
