@@ -38,7 +38,7 @@ from posbench.stats.frames import (
     rows_over_all_positions,
 )
 from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
-from posbench.stats.policies import MARGIN
+from posbench.stats.policies import MARGIN, within_margin
 from posbench.stats.shape import (
     NEGLIGIBLE_CONTRAST,
     SHAPES,
@@ -109,8 +109,8 @@ def run_glance(folder: Path) -> Glance:
         # Where there is no verdict on a bias, the task has no three gold positions for a diagnosis.
         word = glance.word if glance.rule else ""
         base, method, _ = _subjects(metrics)
-        is_about_method = bool(method) and _has_bias(metrics, base)
-        command, purpose = _step_after_scores(run, config, word, is_about_method)
+        is_open = word == CANNOT_TELL and bool(method) and _has_bias(metrics, base)
+        command, purpose = _step_after_scores(run, config, word, is_open)
         return _with_step(glance, command, purpose)
     findings = read_csv(folder / "findings.csv")
     facts = read_json(folder / "study.json") or {}
@@ -420,7 +420,7 @@ def _average_verdict(
         return "better", "good", f"{method} raises the average of {model} {ends}."
     if change.ci_high < 0:
         return "worse", "bad", f"{method} lowers the average of {model} {ends}."
-    if _is_within_margin(change):
+    if within_margin(change.ci_low, change.ci_high):
         sentence = f"{method} changes the average of {model} by less than {MARGIN_TEXT}; it goes {ends}."
         return WITHIN_MARGIN, "open", sentence
     rest = f"cannot be told on {change.n} prompts, where it goes {ends}."
@@ -429,11 +429,6 @@ def _average_verdict(
         f"Whether it changes the average {rest}",
     )
     return CANNOT_TELL, "open", sentence
-
-
-def _is_within_margin(change: Estimate) -> bool:
-    """Whether a change of a score, as a share, is surely too small to matter."""
-    return change.ci_low > -MARGIN and change.ci_high < MARGIN
 
 
 # Claims
@@ -744,10 +739,8 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
         else f"{first['n']:,} and {second['n']:,} prompts"
     )
     if order == "alike":
-        is_close = all(
-            abs(second[f"score_difference_{end}"]) < MARGIN
-            for end in ("ci_low", "ci_high")
-        )
+        ends = (second[f"score_difference_{end}"] for end in ("ci_low", "ci_high"))
+        is_close = within_margin(*ends)
         if better is None and is_close:
             rest = f"score within {MARGIN_TEXT} of each other."
             sentence = first_short(
@@ -802,7 +795,7 @@ def _with_step(glance: Glance, command: str, purpose: str) -> Glance:
 
 
 def _step_after_scores(
-    run: RunDir, config: Mapping[str, Any], word: str, is_about_method: bool
+    run: RunDir, config: Mapping[str, Any], word: str, is_method_open: bool
 ) -> tuple[str, str]:
     """Return the command after a run that scored, and what it does.
 
@@ -810,7 +803,7 @@ def _step_after_scores(
         run: The run.
         config: Its config.
         word: Its verdict on a position bias; empty without one.
-        is_about_method: Whether the model has a bias for sure, so that what is open is what the method does.
+        is_method_open: Whether the model has a bias for sure, and what the method does about it cannot be told.
     """
     name = name_in_commands(run, config)
     subject = _subject(run, config)
@@ -827,8 +820,8 @@ def _step_after_scores(
         return " ".join(words), "asks the same questions under every remedy"
     others = _without(subject, "task.limit")
     limit = _group(config, "task").get("limit")
-    method = _method_as_typed(run, name)
-    if word == CANNOT_TELL and is_about_method and limit and method is not None:
+    method = _method_as_typed(run, name) if is_method_open else None
+    if limit and method is not None:
         words = ["posbench", *method, *others, f"task.limit={MORE_QUESTIONS * limit}"]
         return " ".join(words), f"asks {MORE_QUESTIONS} times as many questions"
     # A diagnosis asks as many questions as it needs; those of this run may be too few.

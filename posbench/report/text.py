@@ -45,7 +45,7 @@ from posbench.stats.frames import (
     rows_over_all_positions,
 )
 from posbench.stats.outcomes import describe_kinds, kind_of_row
-from posbench.stats.policies import MARGIN
+from posbench.stats.policies import MARGIN, within_margin
 from posbench.stats.shape import SHAPES, shape_in_metrics
 from posbench.stats.verdict import BIAS, run_verdict
 
@@ -297,7 +297,7 @@ def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str)
     if high < 0:
         return f"{method} lowers the average from {unmodified_average} to {after} ({facts})"
     text = f"whether {method} changes the average cannot be told"
-    if low > -100 * MARGIN and high < 100 * MARGIN:
+    if within_margin(low / 100, high / 100):
         text = f"{method} changes the average by less than {100 * MARGIN:.0f} points"
     return f"{text}: {unmodified_average} before, {after} after ({facts})"
 

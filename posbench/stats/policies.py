@@ -79,6 +79,11 @@ class PolicyVerdict(NamedTuple):
     needed: int | None = None
 
 
+def within_margin(ci_low: float, ci_high: float) -> bool:
+    """Whether a change of a score, as a share with its interval, is surely smaller than :data:`MARGIN`."""
+    return ci_low > -MARGIN and ci_high < MARGIN
+
+
 @dataclass(frozen=True)
 class PolicyRace:
     """A comparison of policies with a base policy, at any number of questions.

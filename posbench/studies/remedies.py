@@ -34,7 +34,7 @@ from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, sentence_case
 from posbench.stats.outcomes import PROBLEM, missing_note
-from posbench.stats.policies import MARGIN, Scores
+from posbench.stats.policies import Scores, within_margin
 from posbench.stats.position_bias import position_bias, position_curves
 from posbench.stats.scores import score_frame
 from posbench.stats.sequential import ALPHA
@@ -553,7 +553,7 @@ def _verdict(gain: bootstrap.Estimate) -> str:
         return HELPS
     if gain.ci_high < 0:
         return HARMS
-    if gain.ci_low > -MARGIN and gain.ci_high < MARGIN:
+    if within_margin(gain.ci_low, gain.ci_high):
         return NO_EFFECT
     return CANNOT_TELL
 

@@ -261,6 +261,22 @@ def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
     assert built == choice.build()
 
 
+def search_constants_of(
+    course: Course, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the model's file lack the constants of a method, and the budget have room for their search."""
+    prepared = course.runs.prepare
+
+    def without_block(*args: Any, **kwargs: Any) -> Config:
+        config = prepared(*args, **kwargs)
+        config.model.blocks.pop(method, None)
+        return config
+
+    monkeypatch.setattr(course.runs, "prepare", without_block)
+    monkeypatch.setattr(course.allowance, "left", lambda share: 1e9)
+    monkeypatch.setattr(course, "_measured_cost_of_prompt", lambda: 0.0)
+
+
 def test_a_base_that_the_search_kept_is_not_raced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -275,16 +291,7 @@ def test_a_base_that_the_search_kept_is_not_raced(
             if name in ("rope_base", "scale_channel", "question_first_and_last")
         },
     )
-    prepared = course.runs.prepare
-
-    def without_block(*args: Any, **kwargs: Any) -> Config:
-        config = prepared(*args, **kwargs)
-        config.model.blocks.pop("rope_base", None)
-        return config
-
-    monkeypatch.setattr(course.runs, "prepare", without_block)
-    monkeypatch.setattr(course.allowance, "left", lambda share: 1e9)
-    monkeypatch.setattr(course, "_measured_cost_of_prompt", lambda: 0.0)
+    search_constants_of(course, "rope_base", monkeypatch)
     for base, is_raced in ((10000.0, False), (30000.0, True)):
         (tmp_path / "found.yaml").write_text(
             f"rope_base: {{base: {base}, own_base: 10000.0}}"
@@ -302,16 +309,7 @@ def test_a_channel_that_the_search_kept_is_not_raced(
 ) -> None:
     """A search that found no better channel than none names none."""
     course = make_course("model=tiny")
-    prepared = course.runs.prepare
-
-    def without_block(*args: Any, **kwargs: Any) -> Config:
-        config = prepared(*args, **kwargs)
-        config.model.blocks.pop("scale_channel", None)
-        return config
-
-    monkeypatch.setattr(course.runs, "prepare", without_block)
-    monkeypatch.setattr(course.allowance, "left", lambda share: 1e9)
-    monkeypatch.setattr(course, "_measured_cost_of_prompt", lambda: 0.0)
+    search_constants_of(course, "scale_channel", monkeypatch)
     (tmp_path / "found.yaml").write_text(
         "scale_channel: {channel: null, factor: 1.0, layers: null}"
     )
