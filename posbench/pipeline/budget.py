@@ -969,13 +969,19 @@ def describe_long_run(config: Config, run: Run) -> str:
     if config.study or not config.model.in_process or not config.uses_model:
         return ""
     reader, speed, costs = probe_speed(config, run)
-    planned = build_run(config, Console(quiet=True))
-    planned.lm = load_without_weights(config.model, reader, config.runtime.device)
-    works = estimate_run(config, planned)
-    seconds = sum(speed.seconds(costs, work) for work in works)
+    outline = load_without_weights(config.model, reader, config.runtime.device)
+
+    def seconds_of(config: Config) -> float:
+        planned = build_run(config, Console(quiet=True))
+        planned.lm = outline
+        works = estimate_run(config, planned)
+        return sum(speed.seconds(costs, work) for work in works)
+
+    seconds = seconds_of(config)
     if seconds < LONG_RUN_SECONDS:
         return ""
-    line = f"this run takes about {duration(seconds)} on this machine; "
+    least = seconds_of(with_settings(config, {"task.max_new_tokens": 1}))
+    line = f"this run takes {spelled_range(least, seconds)} on this machine; "
     for text in SUGGESTED_BUDGETS:
         total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
         if total >= seconds:
@@ -991,6 +997,18 @@ def describe_long_run(config: Config, run: Run) -> str:
                 f"intervals of at most +-{width:.0f} points"
             )
     return f"{line}budget=1d would ask what fits into a day"
+
+
+def spelled_range(least: float, most: float) -> str:
+    """Spell the time of a run: a range where the length of its replies decides it.
+
+    Args:
+        least: Seconds with replies of one token.
+        most: Seconds with replies of full length.
+    """
+    if most < LONG_REPLY_RATIO * least:
+        return f"about {duration(most)}"
+    return f"{duration(least)} to {duration(most)}, by the length of its replies,"
 
 
 def probe_speed(config: Config, run: Run) -> tuple[CheckpointReader, Speed, Costs]:

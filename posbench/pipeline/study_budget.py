@@ -33,6 +33,7 @@ from posbench.pipeline.budget import (
     served_seconds,
     served_work,
     spelled,
+    spelled_range,
     suggested_budget,
     time_model,
     with_settings,
@@ -315,15 +316,21 @@ def describe_long_study(config: Config, run: Run) -> str:
         return ""
     reader, speed, costs = probe_speed(config, run)
 
-    # A study times more than its forward passes: that much longer, as long as it was never timed itself.
+    # A study that does more than ask takes longer than its forward passes, by a factor that was never timed.
+    factor = 1.0 if config.study.asks_only else FIRST_TIME_RATIO
+
     def seconds_of(work: WorkEstimate) -> float:
-        return FIRST_TIME_RATIO * speed.seconds(costs, work)
+        return factor * speed.seconds(costs, work)
 
     chooser = StudyChooser(config, reader)
     seconds = chooser.cost({}, chooser.limit, seconds_of)
     if seconds < budgets.LONG_RUN_SECONDS:
         return ""
-    line = f"this study takes about {duration(seconds)} on this machine"
+    one_token = StudyChooser(
+        with_settings(config, {"task.max_new_tokens": 1}), reader
+    )
+    least = one_token.cost({}, chooser.limit, seconds_of)
+    line = f"this study takes {spelled_range(least, seconds)} on this machine"
     for text in SUGGESTED_BUDGETS:
         # Speeds vary: a plan keeps a part of the budget.
         total = USED_SHARE * (Budget.parse(text).seconds or 0.0)

@@ -602,3 +602,9 @@ def test_a_run_of_hours_says_so_with_a_budget_that_would_do(
     result = posbench(*args, "task.limit=11")
     # A few prompts of tiny are done long before the smallest budget ends.
     assert result.status == 0 and "budget=10min holds all of it" in result.out
+    assert "by the length of its replies" not in result.out
+    # Most replies end long before the most tokens that they may have.
+    study = ["study=remedies", "study.methods=[documents_twice]", "stages=[study]"]
+    for sizes in ([*EVALUATE, "task.limit=10"], [*study, "task.limit=9"]):
+        args = [*small, *sizes, "task.max_new_tokens=100"]
+        assert "by the length of its replies" in posbench(*args).out
