@@ -75,7 +75,7 @@ class Intervention(NamedTuple):
     @property
     def claim(self) -> str:
         """The claim that holds where the intervention closes a third of the gap."""
-        return f"The bias comes in part from the {self}"
+        return f"A third or more of the gap comes from the {self}"
 
 
 INTERVENTIONS = {
