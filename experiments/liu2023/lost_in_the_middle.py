@@ -247,7 +247,7 @@ class LostInTheMiddle(Study):
         questions = num_questions(settings[-1].examples)
         prompts = sum(len({e.gold_position for e in s.examples}) for s in settings)
         sizes = ", ".join(str(s.items) for s in settings if s.items)
-        field = getattr(run.task, "sizes", ("items",))[0]
+        field = run.task.sizes[0]
         points = 100 * detectable_difference(questions, 1)
         told = "too few to detect any difference between two gold positions"
         if points < 100:
@@ -333,7 +333,7 @@ class Replies:
         window = run.encoder.context_window
         self._window = window if window < NO_WINDOW else math.nan
         self._readings = {WHOLE_READING: run.task.metric}
-        if WHOLE_REPLY in getattr(run.task, "metrics_by_position", ()):
+        if WHOLE_REPLY in run.task.metrics_by_position:
             self._readings = {
                 FIRST_LINE_READING: run.task.metric,
                 WHOLE_READING: WHOLE_REPLY,

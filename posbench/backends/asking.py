@@ -17,6 +17,7 @@ from posbench.model.encode import Encoded, Encoder, cut_at_stop
 from posbench.model.lm import LM
 from posbench.model.load import SERVER_KEYS, ModelConfig, load
 from posbench.tasks import Example, Task
+from posbench.tasks.items import evenly_spaced
 
 COMPARED_PROMPTS = 3
 """Prompts on which a server is compared with its checkpoint."""
@@ -108,7 +109,7 @@ def compare_with_checkpoint(
         lm = _load_reference(model)
         pairs = [
             _reply_to_beginning(endpoint, encoder, lm, example)
-            for example in _spread(task.evaluation(), COMPARED_PROMPTS)
+            for example in evenly_spaced(task.evaluation(), COMPARED_PROMPTS)
         ]
     except (UserError, RequestError) as error:
         return (
@@ -124,12 +125,6 @@ def compare_with_checkpoint(
         "other weights, such as a fix, that is expected; else check its default decoding settings, chat "
         "template and precision"
     )
-
-
-def _spread(examples: Sequence[Example], count: int) -> list[Example]:
-    """Return ``count`` evenly spaced examples, or all if there are fewer."""
-    step = max(len(examples) // count, 1)
-    return list(examples[::step][:count])
 
 
 def _reply_to_beginning(

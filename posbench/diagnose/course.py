@@ -251,12 +251,7 @@ class Course:
             raise UserError("task.positions", positions, allowed, "leave it out")
         model = self.config.model
         self.allowance.price = model.price
-        if budget.usd and model.price is None:
-            allowed = (
-                "money with model.price=[IN,OUT], of a million tokens read and written"
-            )
-            hint = "set the price, or budget=3Mtok"
-            raise UserError("budget", budget.text, allowed, hint)
+        budget.need_price(model.price)
         self.diagnosis.model = model.name if model.in_process else model.server_name
         self.diagnosis.task = task.name
 

@@ -12,6 +12,7 @@ from typing import Any
 from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, none_of, points
 from posbench.diagnose.race import QUESTION_FIRST
 from posbench.files.atomic import write_json, write_text
+from posbench.late import pd
 from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
@@ -176,10 +177,14 @@ def _held_back_sentence(diagnosis: Diagnosis, sentence: str) -> str:
     return first_short(f"{bias}; tried on held-back questions, {effect}.", plain)
 
 
+def _metrics(run: str | None) -> pd.DataFrame | None:
+    """The numbers of a run, given its folder; None where there is no run, or none that was scored."""
+    return read_csv(Path(run) / "metrics.csv") if run else None
+
+
 def _look_at(diagnosis: Diagnosis, part: str) -> Glance | None:
     """The first look at the run of a part; None where the part was not made."""
-    folder = diagnosis.runs.get(part)
-    metrics = read_csv(Path(folder) / "metrics.csv") if folder else None
+    metrics = _metrics(diagnosis.runs.get(part))
     if metrics is None:
         return None
     return scores_glance(metrics.assign(model=diagnosis.model))
@@ -302,7 +307,7 @@ def _with_curve(
         caption: Its caption.
         folder: Folder of the page.
     """
-    metrics = read_csv(Path(run) / "metrics.csv") if run else None
+    metrics = _metrics(run)
     if run is None or metrics is None:
         return section
     page = run_links([Path(run)], folder).get(run, "")
@@ -350,8 +355,7 @@ def _shape_section(diagnosis: Diagnosis, folder: Path) -> Section | None:
 
 def _score_section(diagnosis: Diagnosis) -> Section | None:
     """Scores at every gold position as a table."""
-    folder = diagnosis.runs.get("shape")
-    metrics = read_csv(Path(folder) / "metrics.csv") if folder else None
+    metrics = _metrics(diagnosis.runs.get("shape"))
     if metrics is None:
         return None
     text = f"{metric_name(metrics).capitalize()} in % with its 95 % interval; {describe_positions(metrics)}"

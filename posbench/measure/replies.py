@@ -118,7 +118,7 @@ def _need_gold_items(task: Task, example: Example, encoded: Encoded) -> None:
             f"a cut that leaves the gold item: of example {example.id} {encoded.dropped} tokens "
             f"are cut, and item {position} with them"
         )
-        sizes = [f"task.{name}" for name in getattr(task, "sizes", ())]
+        sizes = [f"task.{name}" for name in task.sizes]
         hint = f"ask with fewer items ({', '.join(sizes)})" if sizes else "shorten it"
         raise UserError("task.truncation", task.truncation, allowed, hint)
 

@@ -17,13 +17,12 @@ from posbench.methods.scale_channel import key_term, projected_keys
 from posbench.model import families
 from posbench.model.guard import exclusive
 from posbench.model.hooks import appendable_cache, intercepting_attention
+from posbench.model.last_rows import KERNELS
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 
 OWN_TOKENS = 16
 """Tokens per allocation of memory for a row's own keys and values."""
-KERNELS = ("sdpa", "eager")
-"""Attention kernels with a mask over pairs of query and key."""
 
 
 def can_pack(model: PreTrainedModel) -> bool:

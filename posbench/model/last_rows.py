@@ -18,7 +18,7 @@ from posbench.model.hooks import (
 )
 
 KERNELS = ("sdpa", "eager")
-"""Attention kernels that take some rows of a mask."""
+"""Attention kernels with a mask over pairs of query and key, of which they take some rows."""
 Table = tuple[Tensor, Tensor]
 """cos and sin."""
 

@@ -286,12 +286,7 @@ def check_budget(config: Config) -> None:
             hint = "run the study alone: stages=[study,report]"
         raise UserError("budget", budget.text, allowed, hint)
     model = config.model
-    if budget.usd and model.price is None:
-        allowed = (
-            "money with model.price=[IN,OUT], of a million tokens read and written"
-        )
-        hint = "set the price, or budget=3Mtok"
-        raise UserError("budget", budget.text, allowed, hint)
+    budget.need_price(model.price)
     if budget.usd and model.price and not any(model.price):
         allowed = "a time, prompts or tokens: at the price 0 nothing is spent"
         raise UserError("budget", budget.text, allowed, "set budget=3Mtok")

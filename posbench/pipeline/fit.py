@@ -245,9 +245,7 @@ class FitToModel:
         """
         faults = Faults()
         section = getattr(self.config, group)
-        item_counts = [
-            f"task.{name}" for name in getattr(self.config.task, "sizes", ())
-        ]
+        item_counts = [f"task.{name}" for name in self.config.task.sizes]
         adjustments = dict(self.adjustments)
         for name, value in values.items():
             key = f"{group}.{name}"

@@ -236,7 +236,7 @@ def asked_examples(config: Config, encoder: Encoder) -> list[Example]:
 
 def _kind_of_text(task: Task) -> str:
     """A key of the kind of text in a task's prompts, whatever their number and length."""
-    left_out = (*SIZE_FIELDS, *getattr(task, "sizes", ()), "calibration_positions")
+    left_out = (*SIZE_FIELDS, *task.sizes, "calibration_positions")
     values = {k: v for k, v in vars(task).items() if k not in left_out}
     return repr(sorted(values.items()))
 

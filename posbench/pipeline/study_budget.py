@@ -326,9 +326,7 @@ def describe_long_study(config: Config, run: Run) -> str:
     seconds = chooser.cost({}, chooser.limit, seconds_of)
     if seconds < budgets.LONG_RUN_SECONDS:
         return ""
-    one_token = StudyChooser(
-        with_settings(config, {"task.max_new_tokens": 1}), reader
-    )
+    one_token = StudyChooser(with_settings(config, {"task.max_new_tokens": 1}), reader)
     least = one_token.cost({}, chooser.limit, seconds_of)
     line = f"this study takes {spelled_range(least, seconds)} on this machine"
     for text in SUGGESTED_BUDGETS:

@@ -593,7 +593,7 @@ class _Trend:
         return table
 
 
-def not_worse_than_best(means: Array, level: float = 0.95) -> NDArray[np.bool_]:
+def not_worse_than_best(means: Array) -> NDArray[np.bool_]:
     """Which of K settings are not significantly worse than the best one.
 
     A setting stays where its largest distance behind another one, in standard errors of their paired difference, is
@@ -602,7 +602,6 @@ def not_worse_than_best(means: Array, level: float = 0.95) -> NDArray[np.bool_]:
 
     Args:
         means: Mean score of each setting, then its bootstrap draws, shape (1 + R, K).
-        level: Probability that the truly best setting is among them.
     """
     observed = means[0]
     noise = means[1:] - observed
@@ -618,7 +617,7 @@ def not_worse_than_best(means: Array, level: float = 0.95) -> NDArray[np.bool_]:
         elif known.any():
             scaled_noise = (noise_of_leads[:, known] / errors[known]).max(1)
             largest = (leads[known] / errors[known]).max()
-            may_be_best[setting] = largest <= np.quantile(scaled_noise, level)
+            may_be_best[setting] = largest <= np.quantile(scaled_noise, 0.95)
     return may_be_best
 
 

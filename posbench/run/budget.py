@@ -86,6 +86,19 @@ class Budget:
         """Its amount, in its unit."""
         return self.amount[1]
 
+    def need_price(self, price: Price | None) -> None:
+        """Refuse an amount of money where the price of tokens is not known.
+
+        Raises:
+            UserError: It is one, and the price is None.
+        """
+        if self.usd and price is None:
+            allowed = (
+                "money with model.price=[IN,OUT], of a million tokens read and written"
+            )
+            hint = "set the price, or budget=3Mtok"
+            raise UserError("budget", self.text, allowed, hint)
+
 
 def price_of(
     read: float, written: float, price: Price | None, cached: float = 0

@@ -487,12 +487,11 @@ def difference_of_shares(first: int, second: int, n: int) -> Estimate:
     return combined(shares, (1, -1), n)._replace(value=(first - second) / n)
 
 
-def detectable(estimate: Estimate, power: float = 0.8) -> float:
-    """Return the smallest number that observations of this spread tell from zero with a probability.
+def detectable(estimate: Estimate) -> float:
+    """Return the smallest number that observations of this spread tell from zero with a probability of 80 %.
 
     Args:
         estimate: A number measured on them, with its 95 % interval.
-        power: The probability.
     """
     half = (estimate.ci_high - estimate.ci_low) / 2
-    return float(half * (1 + scipy.special.ndtri(power) / Z95))
+    return float(half * (1 + scipy.special.ndtri(0.8) / Z95))

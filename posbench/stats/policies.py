@@ -95,12 +95,10 @@ class PolicyRace:
     Attributes:
         base: The policy in use, against which all others are paired.
         policies: The other policies, before any dropped out.
-        margin: Difference that is not worth a change, in 0..1.
     """
 
     base: str
     policies: tuple[str, ...]
-    margin: float = MARGIN
 
     @property
     def alpha(self) -> float:
@@ -176,7 +174,7 @@ class PolicyRace:
             for name in names
             if name != self.base and name in standings
         ]
-        if not rest or all(d.ci_high < self.margin for d in rest):
+        if not rest or all(d.ci_high < MARGIN for d in rest):
             return True
         return len(rest) == 1 and rest[0].ci_low > 0
 
@@ -246,7 +244,7 @@ class PolicyRace:
             name
             for name in unsound
             if name not in standings
-            or standings[name].difference.ci_high >= (self.margin if differences else 0)
+            or standings[name].difference.ci_high >= (MARGIN if differences else 0)
         )
         unjudged = f"too many of the replies under {open_names} are no answers"
         if not differences:
@@ -267,7 +265,7 @@ class PolicyRace:
             reason = f"{leader} has {text}, but {checked}"
             return PolicyVerdict(CANNOT_TELL, self.base, reason)
         largest = max(d.ci_high for d in differences.values())
-        if largest < self.margin:
+        if largest < MARGIN:
             reason = f"no policy is worth more than {_percent(largest)} points over {self.base}"
             if open_names:
                 reason = f"no other {reason.removeprefix('no ')}, but {unjudged}"
@@ -301,7 +299,7 @@ class PolicyRace:
             count = int(np.ceil(factor * len(pairs)))
             drawn = rng.choice(pairs, (SIMULATIONS // 4, count))
             low, high = anytime_intervals(drawn, -1, 1, self.alpha, MAX_BET)
-            if np.mean((low > 0) | (high < self.margin)) >= 0.5:
+            if np.mean((low > 0) | (high < MARGIN)) >= 0.5:
                 return count
         return None
 

@@ -212,7 +212,7 @@ def _first_time(events: Any) -> Array:
     return np.where(happened.any(axis=-1), happened.argmax(axis=-1) + 1.0, np.inf)
 
 
-def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | None:
+def forecast_questions(scores: Array, margin: float) -> int | None:
     """Forecast the total of questions at each position until a run shows a bias, or that there is none.
 
     The run is continued :data:`FUTURES` times with questions like those asked. The curve of few questions varies by
@@ -225,7 +225,6 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
     Args:
         scores: Scores in 0..1 of N >= 1 questions at K gold positions in order, [N, K].
         margin: Negligible difference of a position from the mean of the others.
-        seed: Seed of the random generator.
 
     Returns:
         Questions at each position, N or more; None where most continuations take more than :data:`FARTHEST_FORECAST`.
@@ -234,12 +233,12 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
     times = np.full(FUTURES, np.inf)
     for farthest in (FARTHEST_FORECAST // 4, FARTHEST_FORECAST):
         if np.isinf(times).mean() > 0.2 and farthest > num_questions:
-            times = _future_times(scores, farthest, margin, seed)
+            times = _future_times(scores, farthest, margin)
     total = _centre_within_factor_two(times)
     return None if np.isinf(total) else max(int(np.ceil(total)), num_questions)
 
 
-def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
+def _future_times(scores: Array, farthest: int, margin: float) -> Array:
     """Return the number of questions that a run needs for its verdict, in each of some simulated continuations.
 
     A continuation asks the questions so far again, drawn at random. The positions of some are shuffled: of as many as
@@ -249,10 +248,9 @@ def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Arr
         scores: Scores so far, shape (questions, positions).
         farthest: Number of questions up to which runs are continued; one that needs more is infinite.
         margin: Difference of a position from the mean of the others that counts.
-        seed: Seed of the continuations.
     """
     num_questions, num_positions = scores.shape
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     variance = max(float(scores.mean(axis=0).var(ddof=1)), 1e-12)
     noise = noise_variance(scores)
     size = farthest - num_questions

@@ -42,7 +42,7 @@ from posbench.studies.base import Tables
 from posbench.studies.cost.timing import TimingStudy
 from posbench.tasks import Example, Task
 from posbench.tasks.base import first_examples
-from posbench.tasks.items import ranks_items
+from posbench.tasks.items import evenly_spaced, ranks_items
 
 HELPS = "helps"
 HARMS = "harms"
@@ -150,7 +150,7 @@ class Remedies(TimingStudy):
         sets = [asked]
         for choice in self._choices(run).values():
             sets.append(_rewritten(run, choice, asked) or asked)
-        timed = [_spread(examples, self.timed) for examples in sets]
+        timed = [evenly_spaced(examples, self.timed) for examples in sets]
         return [
             InspectionPasses(_told_apart(sets), times=0, replies=1),
             InspectionPasses(_told_apart(timed), times=0, replies=self.repeats + 1),
@@ -229,7 +229,7 @@ class Remedies(TimingStudy):
         self, run: Run, asked: Sequence[Example], methods: Mapping[str, Method]
     ) -> dict[str, Row]:
         """Time, tokens and, on a GPU, memory of the timed ones of the examples under each method, by its name."""
-        examples = _spread(asked, self.timed)
+        examples = evenly_spaced(asked, self.timed)
         encoded = run.prompts.encode(examples)
         device = run.lm.device
         tokens: dict[str, float] = {}
@@ -636,12 +636,6 @@ def _biases(
             bias, bias_draws, clusters, clusters
         )
     return estimates
-
-
-def _spread(examples: Sequence[Example], count: int) -> list[Example]:
-    """So many examples, evenly spread over all."""
-    step = max(len(examples) // count, 1)
-    return list(examples[::step][:count])
 
 
 @plot.styled

@@ -74,7 +74,7 @@ DIRECTION = (
     "score at the gold position with the largest predicted influence minus the one with the smallest",
 )
 CAUSE = (
-    "A third or more of the lead comes from structure alone: it has the predicted direction, and text in front lowers both",
+    "A third or more of the lead comes from structure: it has the predicted direction, and text in front lowers both",
     "lead in score that the gold position loses whose prediction the text lowers most, beyond a third of the lead",
 )
 RESIDUAL = (

@@ -177,3 +177,9 @@ def spread_examples(examples: Sequence[Example], count: int) -> list[Example]:
     ordered = sorted(examples, key=lambda example: example.gold_position or 0)
     count = min(count, len(ordered))
     return [ordered[i * len(ordered) // count] for i in range(count)]
+
+
+def evenly_spaced(examples: Sequence[Example], count: int) -> list[Example]:
+    """Return ``count`` examples at equal distances, in their order; all if there are no more."""
+    step = max(len(examples) // count, 1)
+    return list(examples[::step][:count])

@@ -126,21 +126,20 @@ def window_half_time(n: int, width: int) -> float:
     return 2 * (n - 1) / (width - 1)
 
 
-def sink_share_by_head(
-    weights: Array, threshold: float = MEAN_WEIGHT_THRESHOLD
-) -> Array:
+def sink_share_by_head(weights: Array) -> Array:
     """Share of heads in which each token is a sink (Gu et al. 2024).
+
+    A token is one if its mean weight over the queries that see it is above :data:`MEAN_WEIGHT_THRESHOLD`.
 
     Args:
         weights: Causal attention weights, [..., n, n].
-        threshold: A token is a sink if its mean weight over the queries that see it is above this.
 
     Returns:
         Shares by token, [n].
     """
     n = weights.shape[-1]
     importance = weights.sum(axis=-2) / np.arange(n, 0, -1)
-    return (importance > threshold).reshape(-1, n).mean(0)
+    return (importance > MEAN_WEIGHT_THRESHOLD).reshape(-1, n).mean(0)
 
 
 def sink_share_by_entry(
