@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from posbench import paths
+from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.late import pd
 from posbench.methods.choice import MethodChoice
 from posbench.model.load import is_in_process
@@ -26,6 +28,7 @@ from posbench.report.text import (
 from posbench.run.folder import PROVENANCE, RunDir, open_run_dir
 from posbench.run.own_code import make_importable
 from posbench.run.runtime import Runtime
+from posbench.schema import override_text
 from posbench.search import held_back
 from posbench.search.base import FOUND_FILE
 from posbench.stats.bootstrap import Estimate
@@ -85,6 +88,10 @@ MAX_WORD_CHARACTERS = 30
 EXPORT_PURPOSE = "writes the fix as files that others load"
 MORE_QUESTIONS = 4
 """Factor on the questions that halves an interval."""
+NESTED = re.compile(r"""'[^']*'|"[^"]*"|\[[^\[\]]*\]|\{[^{}]*\}|\([^()]*\)""")
+"""What brackets or quotes hold together in an override."""
+SWEEP_FUNCTIONS = ("choice", "range", "interval", "glob", "sort", "shuffle")
+"""Functions of Hydra that give several values."""
 MARGIN_TEXT = f"{100 * MARGIN:.0f} points"
 WITHIN_MARGIN = f"within {MARGIN_TEXT}"
 """The word on two scores whose difference is surely too small to matter."""
@@ -848,23 +855,69 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
-    """The model and the task of a run as the overrides of another command."""
+    """The model and the task of a run as the overrides of another command, the model's and the task's name first.
+
+    They are as typed; a swept key has the value of this run, and so have the keys that its experiment sets.
+    """
     args = shlex.split(str(run.facts(PROVENANCE).get("command", "")))
-    typed = [arg for arg in args if re.match(r"(model|task)[.=]", arg)]
+    typed = {}
+    for arg in args:
+        if re.match(r"[+~]*(model|task)[.=]", arg):
+            typed[arg.lstrip("+~").partition("=")[0]] = arg
+    flags = []
     if "--config-dir" in args[:-1]:
-        folder = args[args.index("--config-dir") + 1]
-        typed += ["--config-dir", folder]
+        flags = ["--config-dir", args[args.index("--config-dir") + 1]]
+    folders = [*paths.BUILT_IN, *paths.plugins(), *map(Path, flags[1:])]
+    chosen = _keys_of_experiment(config, folders) - typed.keys()
     # The jobs of a sweep share its command.
-    is_sweep = "-m" in args or "--multirun" in args
-    keys = {arg.partition("=")[0] for arg in typed}
+    if _is_sweep(args):
+        chosen |= {key for key, arg in typed.items() if _is_swept(arg)}
+    for key in sorted(chosen):
+        group, _, name = key.partition(".")
+        if name in _group(config, group):
+            typed[key] = f"{key}={override_text(config[group][name])}"
     for group in ("model", "task"):
-        if is_sweep:
-            typed = [arg for arg in typed if not re.match(rf"{group}[.=]", arg)]
         named = _group(config, group).get("name")
-        chosen = any(key == group or key.startswith(f"{group}.") for key in keys)
-        if named and (is_sweep or not chosen):
-            typed.insert(0, f"{group}={named}")
-    return [shlex.quote(arg) for arg in typed]
+        is_choice = paths.find_choice(group, str(named), folders) is not None
+        # Fields of the default model or task are typed without its name, those of an experiment's with it.
+        has_fields = any(key.startswith(f"{group}.") for key in typed)
+        is_left_open = not has_fields or ("experiment" in config and is_choice)
+        if named and (group in chosen or (group not in typed and is_left_open)):
+            typed.pop(group, None)
+            if not is_choice:
+                named = config[group].get("path") or named
+            typed = {group: f"{group}={named}", **typed}
+    return [shlex.quote(arg) for arg in [*typed.values(), *flags]]
+
+
+def _keys_of_experiment(config: Mapping[str, Any], folders: Sequence[Path]) -> set[str]:
+    """Keys of the model and the task that the experiment of a run sets, or sweeps.
+
+    Args:
+        config: The run's config.
+        folders: Config folders.
+    """
+    experiment = _group(config, "experiment")
+    file = paths.find_choice("experiment", str(experiment.get("name")), folders)
+    grid = experiment.get("grid") or {}
+    keys = {key for key in grid if re.match(r"(model|task)(\.|$)", key)}
+    for group in ("model", "task"):
+        settings = read_yaml(file, hint=CORRECT_FILE).get(group) if file else None
+        keys |= {f"{group}.{name}" for name in settings or {}}
+    return keys
+
+
+def _is_sweep(args: Sequence[str]) -> bool:
+    """Whether a command makes several runs."""
+    return "-m" in args or "--multirun" in args
+
+
+def _is_swept(override: str) -> bool:
+    """Whether an override of a sweep has several values: a comma outside of brackets and quotes, or such a function."""
+    value = override.partition("=")[2]
+    while (outside := NESTED.sub("", value)) != value:
+        value = outside
+    return "," in value or value in SWEEP_FUNCTIONS
 
 
 def _method_as_typed(run: RunDir, name: str) -> list[str] | None:
@@ -875,7 +928,7 @@ def _method_as_typed(run: RunDir, name: str) -> list[str] | None:
     if (run.path / FOUND_FILE).is_file():
         return [f"method=from:{name}"]
     args = shlex.split(str(run.facts(PROVENANCE).get("command", "")))
-    if "-m" in args or "--multirun" in args:
+    if _is_sweep(args):
         return None
     return [shlex.quote(arg) for arg in args if re.match(r"method[.=]", arg)]
 

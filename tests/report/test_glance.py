@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -486,6 +487,26 @@ def test_a_diagnosis_is_not_held_to_the_questions_of_the_run(
     glance = run_glance(folder)
     assert glance.word in ("cannot tell", "bias")
     assert glance.next == "posbench diagnose task=own_data model=m"
+
+
+def test_the_next_command_asks_the_same_questions(tmp_path: Path) -> None:
+    config = """
+model: {name: two, path: /models/two, rope_base: {base: 10}}
+task: {name: kv_retrieval, pairs: 20, positions: [0%, 100%], limit: 9}
+experiment: {name: yu2025_table1_kv, grid: {model: [tiny, tiny_b]}}
+"""
+    folder = _run(tmp_path / "run", config, metrics=_table(1))
+    for command, subject in {
+        # The job of a sweep has one of the swept values; a model on disk has no name to choose it by.
+        "-m model=/models/one,/models/two +model.rope_base.base=10 task.pairs=range(10,30,10) method=a,b": (
+            "task=kv_retrieval model=/models/two +model.rope_base.base=10 task.pairs=20 'task.positions=[0%,100%]'"
+        ),
+        "model=mine task.limit=9": "task=kv_retrieval model=mine 'task.positions=[0%,100%]'",
+    }.items():
+        facts = {"command": f"posbench experiment=yu2025_table1_kv {command}"}
+        write_json(folder / PROVENANCE, facts | {"sum": checksum(facts)})
+        glance = run_glance(folder)
+        assert sorted(shlex.split(glance.next)[2:]) == sorted(shlex.split(subject))
 
 
 def test_a_sweep_begins_with_its_verdict(tmp_path: Path) -> None:
