@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 
 from posbench.cli.options import URL, option
-from posbench.diagnose.course import DEFAULT_BUDGET, Course
+from posbench.diagnose.allowance import DEFAULT_BUDGET
+from posbench.diagnose.course import Course
 from posbench.diagnose.page import glance, lines, write_diagnosis
 from posbench.files.secrets import without_typed_secrets
 from posbench.pipeline.arguments import read_flags

@@ -7,6 +7,9 @@ from typing import NamedTuple
 from posbench.run.budget import Budget, Price, Stopwatch, money, price_of
 from posbench.run.progress import duration
 
+DEFAULT_BUDGET = "10min"
+"""Budget of a diagnosis whose command names none."""
+
 
 class Counts(NamedTuple):
     """Prompts that were read, their tokens, and the tokens of their replies."""

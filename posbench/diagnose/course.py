@@ -3,78 +3,50 @@
 from __future__ import annotations
 
 import math
-import random
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
-from posbench import paths
 from posbench.backends.base import text_encoder
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.outcome import (
     Pilot,
-    Remedy,
     best_place_in_prompt,
     judge_pilot,
     judge_source,
     judge_structure,
-    none_of,
     points,
     shape_of_run,
 )
-from posbench.diagnose.race import (
-    FIRST_ROUND,
-    QUESTION_FIRST,
-    RACE_FILE,
-    applicable_methods,
-    hopeful_methods,
-    lead_over,
-    race,
-    winner_of,
-)
+from posbench.diagnose.remedies import Remedies
 from posbench.diagnose.runs import Runs, key_of
 from posbench.diagnose.signal import (
     answer_signal,
     has_no_signal,
     spread_over_positions,
 )
+from posbench.diagnose.sizes import END_SHARES, LAST_SHARE, Sizes
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash
-from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.files.secrets import without_typed_secrets
-from posbench.measure.replies import encode_prompt
-from posbench.methods.base import Method
-from posbench.methods.choice import MethodChoice, all_choices
-from posbench.model.encode import Encoder
-from posbench.model.lm import LM
+from posbench.methods.choice import MethodChoice
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import folder_name, read_flags
 from posbench.pipeline.budget import suggested_budget
 from posbench.pipeline.config import Config
-from posbench.pipeline.identity import identity, run_contents
-from posbench.pipeline.served import (
-    ASSUMED_TOKENS_PER_CHARACTER,
-    REPLY_OVERHEAD_TOKENS,
-    estimate_served,
-    need_consent,
-)
+from posbench.pipeline.served import estimate_served, need_consent
 from posbench.report.folder import read_csv, read_json, study_tables
 from posbench.report.glance import name_in_commands
 from posbench.run.budget import Budget, Stopwatch
-from posbench.run.folder import PREDICTIONS, RunDir, open_run_dir
+from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.heartbeat import doing
-from posbench.run.lease import owning
-from posbench.run.progress import duration, progress
-from posbench.run.rows import ResumableRows
+from posbench.run.progress import duration
 from posbench.run.sequential import ShapeRule
-from posbench.schema import MAX_COUNT, override_text, required_fields
-from posbench.search.base import FOUND_FILE
+from posbench.schema import override_text
 from posbench.stats import outcomes
 from posbench.stats.bootstrap import Array, Estimate
 from posbench.stats.policies import USE
@@ -90,27 +62,18 @@ from posbench.stats.verdict import (
     CANNOT_TELL,
     FIXED,
     NOT_FIXED,
-    Verdict,
     run_verdict,
 )
 from posbench.studies.bias_source import SOURCE_TABLES
 from posbench.studies.order import VERDICT_FILE
 from posbench.studies.prompts import need_items
-from posbench.tasks import Example, KVRetrieval, Task
-from posbench.tasks.base import num_questions
-from posbench.tasks.items import GoldPositionTask
+from posbench.tasks import KVRetrieval, Task
 from posbench.tasks.own_data import OwnData
 
-DEFAULT_BUDGET = "10min"
-"""Budget of a diagnosis whose command names none."""
 PILOT_QUESTIONS = 20
 """Questions at each position of a pilot."""
 MIN_PILOT_QUESTIONS = 5
 """Fewest questions at each position from which a pilot draws a conclusion."""
-ROUND_QUESTIONS = 5
-"""Questions at each position of a round."""
-MAX_QUESTIONS = 1000
-"""Most questions at each position of the shape; a model without a bias needs fewer (docs/metrics.md)."""
 BUDGET_MARGIN = 1.2
 """Budget of the suggested command, divided by the forecast."""
 REPLY_LIMIT_FACTOR = 4
@@ -121,16 +84,6 @@ FIRST_ITEMS = 20
 """Items of a prompt where user and model's file leave it open, for a pilot on two cores."""
 MIN_EASIER_ITEMS = 6
 """Fewest items of a prompt of an easier task."""
-END_SHARES = {
-    "pilot": 0.2,
-    "source": 0.55,
-    "structure": 0.65,
-    "prompts": 0.77,
-    "remedies": 0.88,
-}
-"""Largest share of the budget spent by the end of each part; the rest is for held-back questions."""
-LAST_SHARE = 0.95
-"""Share of the budget that is spent when the last question is answered."""
 ATTENTION_EXAMPLES = 5
 """Questions at each position whose attention is measured."""
 MIN_SOURCE_EXAMPLES = 10
@@ -155,60 +108,8 @@ PROMPT_COST = 12
 """Prompts that a question takes there: the changes of the prompt, some of which are longer, until losers drop out."""
 PROMPT_OVERRIDES = ("study=order", "study.probes=0")
 """The study that races changed prompts."""
-RACE_PROMPTS = 48
-"""Calibration prompts of the race, in a default budget."""
-HELD_BACK = 75
-"""Held-back questions at each position, where data and time allow; from 73 on, all right surely means over 95 %."""
-MIN_HELD_BACK = 30
-"""Held-back questions at each position of a smaller file."""
-MIN_SEARCH_SECONDS = 60.0
-"""Least time left for which a search of a method's constants starts."""
-SEARCHES: Mapping[str, tuple[str, int, Sequence[str]]] = {
-    "rope_base": ("bases", 160, ()),
-    "scale_channel": ("channel", 300, ("search.strings=100",)),
-}
-"""By method that may lack its constants: its search, the cost of that in prompts (about; measured on SmolLM2-135M), and
-its settings. The cheap one comes first."""
 OWN_KEYS = ("stages", "study", "experiment", "search", "runtime.until")
 """Keys that a diagnosis sets itself."""
-
-
-class RaceSplit(NamedTuple):
-    """The questions of a race of methods.
-
-    Attributes:
-        examples: The calibration prompts that the methods are raced on.
-        num_held_back: Questions at each gold position outside ``examples``.
-    """
-
-    examples: list[Example]
-    num_held_back: int
-
-
-class Searched(NamedTuple):
-    """A method with the constants that a search found.
-
-    Attributes:
-        choice: The method; None where there is nothing to race.
-        note: Why not.
-    """
-
-    choice: MethodChoice | None
-    note: str = ""
-
-
-class Pair(NamedTuple):
-    """A change of the prompt and a method of the model together.
-
-    Attributes:
-        choice: The two.
-        remedy: What is known of them.
-        leads: Whether they are surely better than either alone, and than the unmodified model.
-    """
-
-    choice: MethodChoice
-    remedy: Remedy
-    leads: bool
 
 
 class Course:
@@ -238,32 +139,28 @@ class Course:
         self.allowance = Allowance(budget, None, watch)
         self.runs = Runs(args, self.allowance, console)
         self.diagnosis = self.runs.diagnosis
+        self.sizes = Sizes(self.runs)
         config = self._prepare_first()
         task = config.task
         _need_moving_gold_item(task)
         self._set_first_size(config, task)
-        self._use(self._prepare_task())
-        positions = list(self.task.gold_positions)
+        self.runs.use(self._prepare_task())
+        positions = list(self.runs.task.gold_positions)
         if len(positions) < 3:
             allowed = (
                 "three or more in a diagnosis: the first, the last, and one between"
             )
             raise UserError("task.positions", positions, allowed, "leave it out")
-        model = self.config.model
+        model = self.runs.config.model
         self.allowance.price = model.price
         budget.need_price(model.price)
         self.diagnosis.model = model.name if model.in_process else model.server_name
         self.diagnosis.task = task.name
 
     @property
-    def task(self) -> Task:
-        """The task with its current settings; it moves a gold item."""
-        return self.config.task
-
-    @property
     def folder(self) -> Path:
         """Where the files of the diagnosis go: one folder for each set of overrides."""
-        outputs = Path(self.config.runtime.outputs).expanduser()
+        outputs = Path(self.runs.config.runtime.outputs).expanduser()
         model = folder_name(self.diagnosis.model) or "model"
         typed = sorted(a for a in self.args if not a.startswith("runtime.yes="))
         name = f"{model}__{self.diagnosis.task}__{short_hash(typed)}"
@@ -281,7 +178,7 @@ class Course:
                 self._source()
                 self._structure()
                 self._prompts()
-                self._remedies()
+                Remedies(self.runs, self.sizes, self.folder).run()
             elif diagnosis.verdict == BIAS:
                 note = "a server shows nothing of the inside of its model"
                 diagnosis.source_note = note
@@ -297,22 +194,22 @@ class Course:
         """Print the limits of the diagnosis, and ask for consent where it costs money."""
         budget = self.allowance.budget.text
         if not self.runs.is_served:
-            positions = len(self.task.gold_positions)
-            most = self._shape_limit()
-            pilot = 3 * self._typed_limit(PILOT_QUESTIONS)
+            positions = len(self.runs.task.gold_positions)
+            most = self.sizes.shape_limit()
+            pilot = 3 * self.sizes.typed_limit(PILOT_QUESTIONS)
             line = (
                 f"diagnosis: a pilot of {pilot} prompts, then as many as tell the shape, at most {most * positions:,}, "
                 f"and what explains and fixes it; at most {budget}"
             )
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
-        config = self.runs.prepare([f"task.limit={self._shape_limit()}"])
+        config = self.runs.prepare([f"task.limit={self.sizes.shape_limit()}"])
         profile = config.server
         assert profile is not None, "a server that does not answer was refused"
         encoder = text_encoder(config.model)
         estimate = estimate_served(config, profile, encoder)
         if not self.allowance.budget.prompts:
-            questions = self._typed_limit(PROMPT_QUESTIONS)
+            questions = self.sizes.typed_limit(PROMPT_QUESTIONS)
             overrides = [*PROMPT_OVERRIDES, *self._three_positions(questions)]
             changed = self.runs.prepare(overrides, method=None, stages="study")
             estimate = estimate.plus(estimate_served(changed, profile, encoder))
@@ -350,7 +247,7 @@ class Course:
 
     def _measure_signal(self) -> Estimate:
         """Estimate how much likelier (nats per token) the right answer is after its own prompt than after another's."""
-        examples = spread_over_positions(self.task.evaluation())
+        examples = spread_over_positions(self.runs.task.evaluation())
         lm = self.runs.lm
         text = f"first look: at most {2 * len(examples)} prompts"
         with (
@@ -358,7 +255,7 @@ class Course:
             self.console.status(text),
             doing(text),
         ):
-            gain = answer_signal(lm, self.task, examples)
+            gain = answer_signal(lm, self.runs.task, examples)
         self.allowance.add(2 * gain.n, 0, 0)
         self.runs.count_prompts("first look", 2 * gain.n)
         return gain
@@ -373,11 +270,13 @@ class Course:
         changes: dict[str, Any] = {}
         tried = set[str]()
         while True:
-            positions = _ends_and_middle(self.task.gold_positions)
-            most = self._typed_limit(PILOT_QUESTIONS)
-            questions = self._affordable("pilot", most, len(positions))
-            questions = min(questions, self._questions_in_time(len(positions)))
-            if questions < min(MIN_PILOT_QUESTIONS, self._typed_limit(PILOT_QUESTIONS)):
+            positions = _ends_and_middle(self.runs.task.gold_positions)
+            most = self.sizes.typed_limit(PILOT_QUESTIONS)
+            questions = self.sizes.affordable("pilot", most, len(positions))
+            questions = min(questions, self.sizes.questions_in_time(len(positions)))
+            if questions < min(
+                MIN_PILOT_QUESTIONS, self.sizes.typed_limit(PILOT_QUESTIONS)
+            ):
                 if diagnosis.pilots:
                     return self._end_at(diagnosis.pilots[-1])
                 spent = self.allowance.prompts
@@ -386,14 +285,14 @@ class Course:
                 allowed = f"more: a diagnosis begins with {MIN_PILOT_QUESTIONS} questions at {len(positions)} positions"
                 hint = f"set budget={self.allowance.larger()}, or {prompts}prompts"
                 if self.allowance.is_time:
-                    seconds = needed * self._seconds_of_prompt()
+                    seconds = needed * self.sizes.seconds_of_prompt()
                     allowed += f", which take this server about {duration(seconds)}"
                     needed_seconds = (self.allowance.spent + seconds) / END_SHARES[
                         "pilot"
                     ]
                     hint = f"set budget={suggested_budget(needed_seconds)}, or smaller prompts"
                 raise UserError("budget", self.allowance.budget.text, allowed, hint)
-            round_questions = self._round_questions(
+            round_questions = self.sizes.round_questions(
                 "first look", len(positions), share=0.5
             )
             folder = self.runs.execute(
@@ -407,7 +306,7 @@ class Course:
             )
             rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
             pilot = judge_pilot(
-                rows, self.task.metric, self.task.chance or 0.0, changes
+                rows, self.runs.task.metric, self.runs.task.chance or 0.0, changes
             )
             diagnosis.pilots.append(pilot)
             if pilot.level == "in between":
@@ -436,9 +335,9 @@ class Course:
         """Ask questions at all positions until the shape is decided or the budget is spent."""
         diagnosis = self.diagnosis
         # Without a shape there is nothing to explain or fix, so it may use the budget of those parts.
-        num_positions = len(self.task.gold_positions)
-        limit = self._affordable("shape", self._shape_limit(), num_positions)
-        round_questions = self._round_questions("pilot", num_positions, share=1.0)
+        num_positions = len(self.runs.task.gold_positions)
+        limit = self.sizes.affordable("shape", self.sizes.shape_limit(), num_positions)
+        round_questions = self.sizes.round_questions("pilot", num_positions, share=1.0)
         folder = self.runs.execute(
             "shape",
             [
@@ -458,7 +357,7 @@ class Course:
         diagnosis.verdict, diagnosis.reason = verdict
         diagnosis.shape = shape_of_run(metrics)
         if verdict.name == BIAS:
-            positions = sorted(self.task.gold_positions)
+            positions = sorted(self.runs.task.gold_positions)
             scores = self._shape_scores(folder)
             diagnosis.place = best_place_in_prompt(scores, positions)
         if verdict.name == CANNOT_TELL and outcomes.PROBLEM not in verdict.reason:
@@ -480,20 +379,20 @@ class Course:
             about = "about" if len(scores) >= FIRST_FORECAST else "up to about"
             text = f"{about} {total} questions at each position in all, {more} more, would tell"
         diagnosis.reason += f"; {text}"
-        if (total or FARTHEST_FORECAST) > self._available_questions:
-            diagnosis.reason += f", and the data hold {self._available_questions}"
+        if (total or FARTHEST_FORECAST) > self.sizes.available_questions:
+            diagnosis.reason += f", and the data hold {self.sizes.available_questions}"
 
     def _shape_scores(self, folder: Path) -> Array:
         """Scores of the questions that the shape's run answered at all gold positions, shape (questions, positions)."""
         rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
-        task = self._task_with(self._shape_limit())
+        task = replace(self.runs.task, limit=self.sizes.shape_limit())
         examples = task.evaluation()
         rule = ShapeRule(task.metric, rows[0]["method"], examples, task.chance or 0.0)
         return rule.scores(rows)
 
     def _name_server(self) -> None:
         """Note that a bias may be the server's, unless a check showed that prompts arrive whole."""
-        server = self.config.server
+        server = self.runs.config.server
         delivery = server.delivery if server else None
         if delivery and delivery.unchecked and self.diagnosis.verdict == BIAS:
             self.diagnosis.reason += (
@@ -502,11 +401,11 @@ class Course:
 
     def _attention(self) -> None:
         """Measure the attention of the last token to the items, where the budget leaves room for it."""
-        prompts = ATTENTION_EXAMPLES * len(self.task.gold_positions)
+        prompts = ATTENTION_EXAMPLES * len(self.runs.task.gold_positions)
         left = self.allowance.left(END_SHARES["source"])
         # For a served model the cost of a prompt in process is unknown until this part has measured it.
         is_unknown = self.runs.is_served and self.allowance.is_time
-        cost = 0.0 if is_unknown else self._measured_cost_of_prompt()
+        cost = 0.0 if is_unknown else self.sizes.measured_cost_of_prompt()
         if not left or prompts * cost > left / 3:
             return
         part_overrides = [f"runtime.intervene_examples={ATTENTION_EXAMPLES}"]
@@ -527,7 +426,7 @@ class Course:
         """Remove the cues to the gold item's position one by one, and measure the effect on its answer."""
         diagnosis = self.diagnosis
         try:
-            need_items(self.task)
+            need_items(self.runs.task)
         except UserError as error:
             diagnosis.source_note = f"{error.field}: {error.allowed}"
             return
@@ -557,7 +456,9 @@ class Course:
         If these are too few, the diagnosis gets a note that says what more would take.
         """
         diagnosis = self.diagnosis
-        per_question = SOURCE_PROMPTS_PER_QUESTION * self._measured_cost_of_prompt()
+        per_question = (
+            SOURCE_PROMPTS_PER_QUESTION * self.sizes.measured_cost_of_prompt()
+        )
         if self.allowance.is_time and "attention" not in diagnosis.prompts:
             per_question *= SOURCE_TIME_RATIO
         examples = int(
@@ -573,7 +474,7 @@ class Course:
     def _structure(self) -> None:
         """Compare the bias with what mask, ALiBi and residual stream alone predict, where the budget allows it."""
         diagnosis = self.diagnosis
-        cost = STRUCTURE_PROMPTS * self._measured_cost_of_prompt()
+        cost = STRUCTURE_PROMPTS * self.sizes.measured_cost_of_prompt()
         if diagnosis.source is None or cost > self.allowance.left(
             END_SHARES["structure"]
         ):
@@ -609,7 +510,9 @@ class Course:
             )
             return
         questions = self._prompt_questions()
-        if questions < min(MIN_PROMPT_QUESTIONS, self._typed_limit(PROMPT_QUESTIONS)):
+        if questions < min(
+            MIN_PROMPT_QUESTIONS, self.sizes.typed_limit(PROMPT_QUESTIONS)
+        ):
             diagnosis.prompt_changes_note = (
                 "they take more than this budget leaves: posbench study=order with the same keys, or posbench order "
                 "LOG on a log of your own"
@@ -650,7 +553,7 @@ class Course:
 
     def _three_positions(self, questions: int) -> list[str]:
         """Overrides that ask so many questions at the first, a middle and the last gold position."""
-        positions = _ends_and_middle(self.task.gold_positions)
+        positions = _ends_and_middle(self.runs.task.gold_positions)
         return [f"task.positions={positions}", f"task.limit={questions}"]
 
     @property
@@ -662,446 +565,14 @@ class Course:
         """Return how many questions at each position the budget leaves for the race of changed prompts."""
         num_prompts = max(self.diagnosis.prompts["shape"], 1)
         seconds = self.runs.seconds_of_run["shape"] / num_prompts
-        cost = seconds if self.allowance.is_time else self._cost_of_prompt()
+        cost = seconds if self.allowance.is_time else self.sizes.cost_of_prompt()
         left = self.allowance.left(self._prompts_end_share)
         affordable = left / max(3 * PROMPT_COST * cost, 1e-9)
-        return int(min(affordable, self._typed_limit(PROMPT_QUESTIONS)))
-
-    def _remedies(self) -> None:
-        """Race the methods on calibration prompts, and ask held-back questions of the winner."""
-        diagnosis = self.diagnosis
-        lm = self.runs.lm
-        try:
-            split = self._split_for_race()
-        except UserError as error:
-            diagnosis.remedies_note = f"{error.field}: {error.allowed}"
-            return
-        choices, without_constants = self._choices(split.num_held_back)
-        methods, left_out = applicable_methods(
-            lm,
-            choices,
-            split.examples,
-            typed="method" in self.runs.typed_keys,
-            changes_raced=bool(diagnosis.prompt_changes),
-        )
-        left_out += without_constants
-        if not methods:
-            diagnosis.remedies = left_out
-            diagnosis.remedies_note = "no method runs on this model"
-            return
-        allowance = self.allowance
-        if allowance.left(END_SHARES["remedies"]) <= 0:
-            diagnosis.remedies = left_out
-            diagnosis.remedies_note = "nothing is left of the budget"
-            return
-        remedies = self._race(methods, split.examples)
-        diagnosis.winner = winner_of(remedies)
-        pair = self._with_question_first(choices, methods, remedies, split.examples)
-        if pair:
-            remedies = [pair.remedy, *remedies]
-        diagnosis.remedies = [*remedies, *left_out]
-        if pair and pair.leads:
-            diagnosis.winner = pair.remedy.name
-            choices[diagnosis.winner] = pair.choice
-        if diagnosis.winner:
-            winner = choices[diagnosis.winner]
-            diagnosis.winner_changes = winner.changed_part
-            self._hold_back(winner, split.num_held_back)
-            return
-        gap = diagnosis.source.gap if diagnosis.source else None
-        hopeful = hopeful_methods(remedies, gap)
-        note = f"{none_of(len(remedies))} makes the right answer likelier for sure"
-        num_prompts = max(remedy.gain.n for remedy in remedies if remedy.gain)
-        if hopeful or num_prompts < FIRST_ROUND:
-            of_which = ", ".join(hopeful or methods)
-            note += f"; of {of_which} it cannot be told from so few prompts"
-        else:
-            diagnosis.verdict = NOT_FIXED
-            if gap and gap.ci_low > 0:
-                note += ", and none closes a third of the gap between the best and the worst gold position"
-        diagnosis.remedies_note = note
-
-    def _with_question_first(
-        self,
-        choices: Mapping[str, MethodChoice],
-        methods: Mapping[str, Method],
-        remedies: Sequence[Remedy],
-        examples: Sequence[Example],
-    ) -> Pair | None:
-        """Race the best method of the model with the question before the prompt as well, which costs few tokens.
-
-        On both real models of docs/remedies.md a smaller RoPE base gains more with it.
-
-        Args:
-            choices: The methods by name.
-            methods: Those that were raced.
-            remedies: What is known of them, the best first.
-            examples: The prompts of the race.
-
-        Returns:
-            The two; None where there is no such method, no time, or no question.
-        """
-        is_typed = any(key.startswith("method") for key in self.runs.typed_keys)
-        hopeful = hopeful_methods(remedies, None)
-        best = winner_of(remedies) or (hopeful[0] if hopeful else "")
-        if is_typed or not best:
-            return None
-        if self.allowance.left(END_SHARES["remedies"]) <= 0:
-            return None
-        parts = {name: choices[name] for name in (QUESTION_FIRST, best)}
-        name = "-".join(parts)
-        pair = MethodChoice.listed(parts, name)
-        # The question alone is a control: it could be all that helps.
-        contestants = {
-            QUESTION_FIRST: choices[QUESTION_FIRST].build(),
-            best: methods[best],
-            name: pair.build(),
-        }
-        try:
-            raced = self._race(contestants, examples)
-        except UserError:
-            return None  # the prompts have no question that could come first
-        rows = self._race_folder().rows_without_error(RACE_FILE)
-        leads = [lead_over(name, part, rows, examples) for part in parts]
-        (remedy,) = (remedy for remedy in raced if remedy.name == name)
-        is_ahead = all(lead.n >= FIRST_ROUND and lead.ci_low > 0 for lead in leads)
-        return Pair(pair, remedy, leads=is_ahead and bool(winner_of([remedy])))
-
-    def _race(
-        self, methods: Mapping[str, Method], examples: Sequence[Example]
-    ) -> list[Remedy]:
-        """Race methods on calibration prompts by the likelihood of the right answer.
-
-        A killed race resumes from the rows in the diagnosis' folder.
-
-        Args:
-            methods: Methods by name.
-            examples: The prompts, in the order in which they are asked.
-
-        Returns:
-            What is known of each method.
-        """
-        lm = self.runs.lm
-        allowance = self.allowance
-
-        @contextmanager
-        def show_progress(
-            label: str, total: int, done: int
-        ) -> Iterator[Callable[[int], None]]:
-            with progress(
-                self.console,
-                self.config.runtime.log_every,
-                label,
-                total,
-                done,
-                tokens=lambda: lm.tokens_read,
-            ) as advance:
-
-                def count(prompts: int) -> None:
-                    self.runs.count_prompts("remedies", prompts)
-                    allowance.add(prompts, 0, 0)
-                    advance(prompts)
-
-                yield count
-
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with owning(self.folder), self.runs.counted("remedies", lm):
-            return race(
-                lm,
-                self.task,
-                methods,
-                examples,
-                ResumableRows(self._race_folder(), show_progress),
-                is_over=lambda: allowance.left(END_SHARES["remedies"]) <= 0,
-            )
-
-    def _race_folder(self) -> RunDir:
-        """The folder with the rows of the race, which belong to these weights."""
-        config = self.runs.prepare(["task.limit=1"], in_process=True)
-        model = identity(config, run_contents(config))
-        return RunDir(self.folder, short_hash(model))
-
-    def _split_for_race(self) -> RaceSplit:
-        """Return the questions of the race, and the number of others left for the winner.
-
-        Calibration prompts are shuffled: some tasks let the gold item move through the prompt from one to the next, and
-        the first few decide which methods drop out.
-
-        Raises:
-            UserError: The task has too few calibration questions.
-        """
-        assert self.diagnosis.shape is not None, "without a bias there is no race"
-        num_prompts = self._race_prompts()
-        typed_count = self.runs.typed_number("task.calibration_examples")
-        if typed_count:
-            num_prompts = min(num_prompts, typed_count)
-        of_shape = self.diagnosis.shape.questions
-        split = None
-        # A file may hold too few questions for both.
-        for most in (max(of_shape, HELD_BACK), max(of_shape, MIN_HELD_BACK)):
-            with suppress(UserError):
-                split = self._split(num_prompts, self._typed_limit(most))
-                break
-        split = split or self._split(num_prompts, self._typed_limit(MIN_HELD_BACK))
-        random.Random(0).shuffle(split.examples)
-        return split
-
-    def _split(self, num_prompts: int, num_held_back: int) -> RaceSplit:
-        """Calibration prompts of the task, and the number of questions held back."""
-        if not isinstance(self.task, GoldPositionTask):
-            allowed = (
-                f"{self.task.name} has no calibration questions to race methods on"
-            )
-            hint = "ask for remedies on task=kv_retrieval"
-            raise UserError("task", self.task.name, allowed, hint)
-        task = replace(self.task, limit=num_held_back, calibration_examples=num_prompts)
-        return RaceSplit(task.examples("calibration"), num_held_back)
-
-    def _race_prompts(self) -> int:
-        """Calibration prompts of the race: more in more time."""
-        seconds = self.allowance.budget.seconds
-        if seconds is None:
-            return RACE_PROMPTS
-        default = Budget.parse(DEFAULT_BUDGET).size
-        return round(RACE_PROMPTS * max(seconds / default, 1.0))
-
-    def _hold_back(self, choice: MethodChoice, num_questions: int) -> None:
-        """Ask the winner and the unmodified model held-back questions, if anything is left of the budget.
-
-        Args:
-            choice: The winner.
-            num_questions: Questions to ask at each position, at most.
-        """
-        diagnosis = self.diagnosis
-        prompts_per_question = 2 * len(self.task.gold_positions)
-        limit = self._affordable(
-            "held-back", num_questions, prompts_per_question, in_process=True
-        )
-        if not limit:
-            diagnosis.held_back = "not asked: nothing is left of the budget"
-            return
-        part_overrides = [
-            f"task.limit={limit}",
-            f"runtime.round_questions={ROUND_QUESTIONS}",
-            *self._spell_method(choice),
-        ]
-        task = self.task
-        assert isinstance(task, GoldPositionTask), "others have no race"
-        # Another seed draws other questions than those of the shape.
-        if task.path is None and "task.seed" not in self.runs.typed_keys:
-            part_overrides.append(f"task.seed={task.seed + 1}")
-        options: Mapping[str, Any] = {"method": "", "in_process": True}
-        try:
-            asked = self.runs.prepare(part_overrides, **options).task
-        except UserError as error:
-            diagnosis.held_back = f"not asked: {error.field}: {error.allowed}"
-            return
-        if asked.items != task.items:
-            diagnosis.held_back = f"not asked: prompts of {task.items} items do not fit the window under it"
-            return
-        folder = self.runs.execute("held-back", part_overrides, LAST_SHARE, **options)
-        self.runs.write_page(folder)
-        verdict = run_verdict(read_csv(folder / "metrics.csv"))
-        verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")
-        diagnosis.held_back = str(verdict)
-        # Any other verdict leaves the bias as found.
-        if verdict.name in (FIXED, NOT_FIXED):
-            diagnosis.verdict, diagnosis.reason = verdict
+        return int(min(affordable, self.sizes.typed_limit(PROMPT_QUESTIONS)))
 
     # Methods
 
-    def _choices(
-        self, num_held_back: int
-    ) -> tuple[dict[str, MethodChoice], list[Remedy]]:
-        """Return the methods to race: the typed one, or all, with the results of searches where time is left for them.
-
-        Args:
-            num_held_back: Questions that are held back from the search.
-
-        Returns:
-            The methods by name, and those that a search gave no constants, each with the reason.
-        """
-        part_overrides = ["task.limit=1"]
-        if "method" in self.runs.typed_keys:
-            choice = self.runs.prepare(
-                part_overrides, method="", in_process=True
-            ).choice
-            return {choice.name: choice}, []
-        config = self.runs.prepare(part_overrides, in_process=True)
-        folders = paths.config_folders(read_flags(self.args).config_dir)
-        choices = all_choices(folders, config.model.blocks)
-        left_out = []
-        for name in SEARCHES:
-            choice = choices[name]
-            needed = required_fields(choice.cls)
-            if all(choice.values.get(key) is not None for key in needed):
-                continue
-            if not _fits(choice, self.runs.lm):
-                continue
-            found = self._search(choice, num_held_back)
-            if found.choice:
-                choices[name] = found.choice
-            else:
-                del choices[name]
-                left_out.append(Remedy(name, note=found.note))
-        return choices, left_out
-
-    def _spell_method(self, choice: MethodChoice) -> list[str]:
-        """Return a method, or a list of methods, and its constants as overrides."""
-        names = f"[{','.join(choice.parts)}]" if choice.parts else choice.name
-        nodes = {"method": choice}
-        if choice.parts:
-            nodes = {f"method.parts.{name}": p for name, p in choice.parts.items()}
-        constants = [
-            f"{node}.{key}={override_text(value)}"
-            for node, part in nodes.items()
-            for key, value in part.values.items()
-            if value is not None
-        ]
-        return [f"method={names}", *constants]
-
-    def _search(self, choice: MethodChoice, num_held_back: int) -> Searched:
-        """Search for constants of a method, where the budget is a time that leaves room for it.
-
-        Args:
-            choice: The method, of :data:`SEARCHES`, without its constants.
-            num_held_back: Questions to evaluate, which the search must leave alone.
-        """
-        name = choice.name
-        search, prompts, settings = SEARCHES[name]
-        if not self.allowance.is_time:
-            note = f"no constants for this model are known: posbench method={name} search={search}"
-            return Searched(None, note)
-        left = self.allowance.left(END_SHARES["remedies"])
-        needed = max(prompts * self._measured_cost_of_prompt(), MIN_SEARCH_SECONDS)
-        if left < needed:
-            note = f"its search takes about {duration(needed)}, and {duration(max(left, 0))} are left for it"
-            return Searched(None, note)
-        part_overrides = [
-            f"method={name}",
-            f"search={search}",
-            *settings,
-            f"task.limit={num_held_back}",
-            "task.calibration_examples=16",
-        ]
-        options: Mapping[str, Any] = {
-            "method": "",
-            "stages": "search",
-            "in_process": True,
-        }
-        try:
-            config = self.runs.prepare(part_overrides, **options)
-            folder = self.runs.execute(f"search of {name}", part_overrides, **options)
-        except UserError as error:
-            return Searched(None, f"{error.field}: {error.allowed}")
-        found: dict[str, dict[str, Any]] = read_yaml(
-            folder / FOUND_FILE, dict[str, dict[str, Any]], hint=CORRECT_FILE
-        )
-        block = found[name]
-        values = choice.values | config.search.parameters(block)
-        with_constants = replace(choice, values=values)
-        if config.search.keeps_unmodified(block, with_constants.build()):
-            # It could win the race by rounding.
-            note = "its search found no lower loss than the unmodified model's"
-            return Searched(None, note)
-        return Searched(with_constants)
-
     # Sizes
-
-    @cached_property
-    def _available_questions(self) -> int:
-        """Questions at each position that the task has."""
-        task = self.task
-        if not task.files():
-            return MAX_COUNT  # they are made as they are asked
-        return num_questions(replace(task, limit=MAX_COUNT).evaluation())
-
-    def _typed_limit(self, most: int) -> int:
-        """The smallest of ``most``, the typed limit and the number of questions in the task."""
-        typed = self.runs.typed_number("task.limit") or most
-        return min(most, typed, self._available_questions)
-
-    def _shape_limit(self) -> int:
-        """Largest number of questions at each position of the shape: the typed limit, else :data:`MAX_QUESTIONS`."""
-        limit = self.runs.typed_number("task.limit") or MAX_QUESTIONS
-        return min(limit, self._available_questions)
-
-    def _task_with(self, limit: int) -> Task:
-        """The task with its current settings, and ``limit`` questions at each position."""
-        return replace(self.task, limit=limit)
-
-    def _affordable(
-        self, part: str, most: int, prompts_per_question: int, in_process: bool = False
-    ) -> int:
-        """Return the number of questions of a part at each position that the budget holds, at most ``most``.
-
-        A budget of time is enforced by the run.
-
-        Args:
-            part: The part.
-            most: The largest number.
-            prompts_per_question: Prompts that a question takes.
-            in_process: Whether the part runs on the checkpoint although the model is served.
-        """
-        if self.allowance.is_time:
-            return most
-        left = self.allowance.left(END_SHARES.get(part, LAST_SHARE))
-        per_question = prompts_per_question * self._cost_of_prompt(in_process)
-        return min(most, int(left / max(per_question, 1e-12)))
-
-    def _round_questions(
-        self, measured_part: str, prompts_per_question: int, share: float
-    ) -> int:
-        """Questions of a round: fewer than :data:`ROUND_QUESTIONS` where a first one would overrun the time.
-
-        Args:
-            measured_part: The part before, whose seconds and prompts give the time of a prompt.
-            prompts_per_question: Prompts of a question.
-            share: Share of the rest of the budget that the round may take.
-        """
-        prompts = self.diagnosis.prompts.get(measured_part)
-        if not self.allowance.is_time or not prompts:
-            return ROUND_QUESTIONS
-        cost = self.diagnosis.seconds[measured_part] / prompts * prompts_per_question
-        left = share * self.allowance.left(LAST_SHARE)
-        return min(max(int(left / max(cost, 1e-9)), 1), ROUND_QUESTIONS)
-
-    def _questions_in_time(self, positions: int) -> int:
-        """Questions that a server can answer in all the time that is left, by its probe."""
-        seconds = self._seconds_of_prompt()
-        if not self.allowance.is_time or not seconds:
-            return MAX_QUESTIONS
-        return int(self.allowance.left(1.0) / (positions * seconds))
-
-    def _seconds_of_prompt(self) -> float:
-        """Seconds that a prompt takes a server, by its probe; 0 for a model in process."""
-        server = self.config.server
-        if server is None or server.speed is None:
-            return 0.0
-        length = max(len(example.prompt) for example in self.task.evaluation())
-        concurrency = self.config.model.concurrency
-        return server.speed.seconds_of_requests(
-            1, length, REPLY_OVERHEAD_TOKENS, concurrency
-        )
-
-    def _measured_cost_of_prompt(self) -> float:
-        """Cost of a prompt in the unit of the budget: measured on the attention part, else on the shape part."""
-        if not self.allowance.is_time:
-            return self._cost_of_prompt(in_process=True)
-        part = "attention" if "attention" in self.runs.seconds_of_run else "shape"
-        return self.runs.seconds_of_run[part] / max(self.diagnosis.prompts[part], 1)
-
-    def _cost_of_prompt(self, in_process: bool = False) -> float:
-        """Cost of a prompt in the unit of a budget that is not a time; in-process prompts cost no money."""
-        if in_process and self.allowance.budget.usd is not None:
-            return 0.0
-        example = self.task.evaluation()[0]
-        encoder: Encoder = (
-            text_encoder(self.config.model) if self.runs.is_served else self.runs.lm
-        )
-        encoded = encode_prompt(encoder, self.task, example)
-        read = len(encoded.ids) or ASSUMED_TOKENS_PER_CHARACTER * len(example.prompt)
-        return self.allowance.cost_of_prompt(read, self.task.max_new_tokens)
 
     def _prepare_first(self) -> Config:
         """The config of the typed task, with few pairs where the default number does not fit the rest."""
@@ -1135,11 +606,6 @@ class Course:
             part_overrides.append(f"task.limit={PILOT_QUESTIONS}")
         return self.runs.prepare(part_overrides)
 
-    def _use(self, config: Config) -> None:
-        """Ask with this config from now on."""
-        self.config = config
-        self.runs.use_model(config.model)
-
     def _other_settings(self, pilot: Pilot) -> dict[str, Any]:
         """Changes after a pilot: longer replies or more thinking where they were cut, else another task."""
         if pilot.level != "missing answers":
@@ -1152,9 +618,9 @@ class Course:
     def _longer_replies(self, pilot: Pilot) -> tuple[str, int]:
         """The key and the value of a reply or thinking limit larger than the pilot's."""
         if pilot.thinks:
-            tokens = self.config.model.thinking_tokens or 1
+            tokens = self.runs.config.model.thinking_tokens or 1
             return "model.thinking_tokens", REPLY_LIMIT_FACTOR * tokens
-        return "task.max_new_tokens", REPLY_LIMIT_FACTOR * self.task.max_new_tokens
+        return "task.max_new_tokens", REPLY_LIMIT_FACTOR * self.runs.task.max_new_tokens
 
     def _other_task(self, level: str) -> dict[str, Any]:
         """Return settings that make the task easier or harder, by key; empty if there are none.
@@ -1162,7 +628,7 @@ class Course:
         Args:
             level: ``floor`` if the task was too hard, else it was too easy.
         """
-        task = self.task
+        task = self.runs.task
         size, calibration_size = (f"task.{name}" for name in task.sizes)
         changes: dict[str, Any] = {}
         assert task.items is not None, "a gold item is moved among items"
@@ -1198,7 +664,7 @@ class Course:
     def _change_task(self, changes: Mapping[str, Any], reason: str) -> None:
         """Change the settings of the task, and print the change."""
         self.runs.settings |= changes
-        self._use(self._prepare_task())
+        self.runs.use(self._prepare_task())
         text = ", ".join(
             f"{key}={override_text(value)}" for key, value in changes.items()
         )
@@ -1238,9 +704,9 @@ class Course:
             if diagnosis.verdict == CANNOT_TELL and not diagnosis.needed_questions:
                 return ""
             return self._command_with_more_questions()
-        if diagnosis.verdict == CANNOT_DO and diagnosis.pilots and self.task.items:
-            key = f"task.{self.task.sizes[0]}"
-            return f"{self._own_command(but=key)} {key}={max(self.task.items // 4, 3)}"
+        if diagnosis.verdict == CANNOT_DO and diagnosis.pilots and self.runs.task.items:
+            key = f"task.{self.runs.task.sizes[0]}"
+            return f"{self._own_command(but=key)} {key}={max(self.runs.task.items // 4, 3)}"
         return ""
 
     def _own_command(self, but: str = "") -> str:
@@ -1275,13 +741,13 @@ class Course:
         if not needed:
             return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
         assert diagnosis.shape is not None, "it was forecast from it"
-        available = self._available_questions
+        available = self.sizes.available_questions
         if available <= diagnosis.shape.questions:
-            file = getattr(self.task, "path", self.task.name)
+            file = getattr(self.runs.task, "path", self.runs.task.name)
             return f"add questions to {file}: it has {available}"
         needed = min(needed, available)
         typed = self._own_command(but="budget")
-        if needed > self._shape_limit():
+        if needed > self.sizes.shape_limit():
             command = [arg for arg in shlex.split(typed) if key_of(arg) != "task.limit"]
             typed = shlex.join([*command, f"task.limit={needed}"])
         return f"{typed} budget={self._budget_for(needed)}"
@@ -1294,7 +760,9 @@ class Course:
             seconds = self.runs.seconds_of_run["shape"]
             per_question = seconds / max(self.diagnosis.shape.questions, 1)
         else:
-            per_question = len(self.task.gold_positions) * self._cost_of_prompt()
+            per_question = (
+                len(self.runs.task.gold_positions) * self.sizes.cost_of_prompt()
+            )
         others = allowance.spent - per_question * self.diagnosis.shape.questions
         size = (max(others, 0) + per_question * questions) * BUDGET_MARGIN / LAST_SHARE
         return allowance.larger(max(size / allowance.budget.size, 1))
@@ -1323,15 +791,6 @@ def _refuse_own_keys(overrides: Sequence[str]) -> None:
         if key in OWN_KEYS:
             allowed = "left out: a diagnosis chooses it"
             raise UserError(key, value, allowed, f"leave {key} out")
-
-
-def _fits(choice: MethodChoice, lm: LM) -> bool:
-    """Whether a method runs on a model, whatever its constants."""
-    try:
-        choice.cls.example(lm).check(lm)
-    except UserError:
-        return False
-    return True
 
 
 def _ends_and_middle(positions: Sequence[int]) -> list[int]:

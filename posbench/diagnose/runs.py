@@ -29,6 +29,7 @@ from posbench.run.folder import PREDICTIONS, REDRAWN_FILES, open_run_dir
 from posbench.run.heartbeat import loading
 from posbench.run.lease import owning
 from posbench.schema import override_text
+from posbench.tasks import Task
 
 
 def key_of(override: str) -> str:
@@ -45,6 +46,7 @@ class Runs:
         console: Where progress goes.
 
     Attributes:
+        config: The config of the task with its current settings, once :meth:`use` has set it.
         settings: Overrides that the diagnosis chose so far, by key.
         typed_keys: Keys that the user set.
         diagnosis: The findings; the runs, their prompts and their times are recorded there.
@@ -62,9 +64,9 @@ class Runs:
         self.typed_keys = {key_of(override) for override in overrides}
         self.diagnosis = Diagnosis(model="", task="")
         self.seconds_of_run: dict[str, float] = {}
+        self.config: Config
         self._configs: dict[tuple[str, ...], Config] = {}
         self._in_process_args: list[str] | None = None
-        self._model: ModelConfig | None = None
         self._lm: LM | None = None
 
     # Configs
@@ -139,11 +141,17 @@ class Runs:
         self.allowance.add(0, server.tokens_read, server.tokens_written, is_paid=True)
         return replace(config, server=replace(server, tokens_read=0, tokens_written=0))
 
+    @property
+    def task(self) -> Task:
+        """The task with its current settings; it moves a gold item."""
+        return self.config.task
+
     # The model
 
-    def use_model(self, model: ModelConfig) -> None:
-        """Set the model; for a served one, look for its checkpoint on this machine."""
-        self._model = model
+    def use(self, config: Config) -> None:
+        """Ask with this config from now on; for a served model, look for its checkpoint on this machine."""
+        self.config = config
+        model = config.model
         if model.in_process:
             return
         self._in_process_args = None
@@ -153,7 +161,7 @@ class Runs:
     @property
     def is_served(self) -> bool:
         """Whether a server answers."""
-        return bool(self._model and not self._model.in_process)
+        return not self.config.model.in_process
 
     @property
     def has_checkpoint(self) -> bool:

@@ -272,7 +272,7 @@ def test_a_minute_is_over_after_two_on_a_server_that_takes_one_for_a_prompt(
 ) -> None:
     slow = SlowServer(server, 60.0, monkeypatch)
     # Prompts of a thousand questions take seconds to write, and none is asked.
-    monkeypatch.setattr("posbench.diagnose.course.MAX_QUESTIONS", 30)
+    monkeypatch.setattr("posbench.diagnose.sizes.MAX_QUESTIONS", 30)
     args = (f"model.base_url={server.url}", "task.pairs=60", "budget=1min")
     result = posbench(*filter(None, [verb]), *args)
     assert_refused(

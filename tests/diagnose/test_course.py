@@ -20,6 +20,7 @@ from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.course import Course
 from posbench.diagnose.outcome import Remedy, Shape, Source
 from posbench.diagnose.race import FIRST_ROUND
+from posbench.diagnose.remedies import Remedies
 from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
 from posbench.errors import UserError
@@ -129,11 +130,16 @@ def make_course(*args: str) -> Course:
     return course
 
 
+def remedies_of(course: Course) -> Remedies:
+    """The part of a course that races methods."""
+    return Remedies(course.runs, course.sizes, course.folder)
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny_nope"])
 def test_the_first_prompts_of_a_race_have_gold_items_all_over_the_prompt(
     model: str,
 ) -> None:
-    examples = make_course(f"model={model}")._split_for_race().examples
+    examples = remedies_of(make_course(f"model={model}"))._split_for_race().examples
     for few in (examples[:FIRST_ROUND], examples):
         depths = [e.gold_position / (len(e.items) - 1) for e in few]
         assert min(depths) < 0.25 and max(depths) > 0.75
@@ -151,8 +157,8 @@ def test_no_question_of_a_race_is_asked_of_its_winner(tmp_path: Path) -> None:
     data.write_text("\n".join(map(json.dumps, rows)))
     course = make_course("model=tiny")
     task = NQMultiDoc(path=str(data), limit=20, documents=10)
-    course.config = replace(course.config, task=task)
-    split = course._split_for_race()
+    course.runs.config = replace(course.runs.config, task=task)
+    split = remedies_of(course)._split_for_race()
     raced = {example.question_id for example in split.examples}
     assert split.num_held_back == 30
     asked = {e.question_id for e in replace(task, limit=30).evaluation()}
@@ -169,9 +175,9 @@ def test_a_race_of_few_prompts_does_not_tell_that_nothing_helps(
     course.diagnosis.verdict = "bias"
     worse = Remedy("scale_channel", Estimate(-0.2, -0.3, -0.1, prompts))
     monkeypatch.setattr(
-        "posbench.diagnose.course.race", lambda *args, **kwargs: [worse]
+        "posbench.diagnose.remedies.race", lambda *args, **kwargs: [worse]
     )
-    course._remedies()
+    remedies_of(course).run()
     assert course.diagnosis.verdict == verdict
     assert course.diagnosis.winner == ""
 
@@ -194,7 +200,7 @@ def test_constants_are_searched_only_where_the_budget_has_room(
 
     monkeypatch.setattr(course.runs, "execute", execute_nothing)
     choice = all_choices(paths.config_folders(None), {})["scale_channel"]
-    found = course._search(choice, 30)
+    found = remedies_of(course)._search(choice, 30)
     assert found.choice is None and bool(asked) == searches
     assert found.note == (
         "search: time"
@@ -207,10 +213,10 @@ def test_a_winner_that_is_a_list_of_methods_is_asked_with_its_constants() -> Non
     methods = "method=[layer_scaling,scale_channel]"
     factor = "method.parts.scale_channel.factor=0"
     course = make_course("model=tiny", methods, factor)
-    choices, kept = course._choices(30)
+    choices, kept = remedies_of(course)._choices(30)
     assert not kept
     (choice,) = choices.values()
-    spelt = course._spell_method(choice)
+    spelt = remedies_of(course)._spell_method(choice)
     assert spelt[0] == methods and factor in spelt
     part = course.runs.prepare(spelt, method="", in_process=True)
     assert part.choice.name == choice.name and part.choice.build() == choice.build()
@@ -238,15 +244,17 @@ def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
     pair = Remedy("question_first_and_last-rope_base", Estimate(0.9, 0.5, 1.3, 48))
     question = Remedy("question_first_and_last", Estimate(0.1, -0.2, 0.4, 48))
     races = iter([[alone], [pair, alone, question]])
-    monkeypatch.setattr(course, "_race", lambda *args: next(races))
+    monkeypatch.setattr(Remedies, "_race", lambda *args: next(races))
     least = {"rope_base": lead, "question_first_and_last": lead_over_question}
     monkeypatch.setattr(
-        "posbench.diagnose.course.lead_over",
+        "posbench.diagnose.remedies.lead_over",
         lambda first, second, *args: Estimate(0.5, least[second], 0.9, prompts),
     )
     asked = []
-    monkeypatch.setattr(course, "_hold_back", lambda choice, n: asked.append(choice))
-    course._remedies()
+    monkeypatch.setattr(
+        Remedies, "_hold_back", lambda _, choice, n: asked.append(choice)
+    )
+    remedies_of(course).run()
     assert [remedy.name for remedy in course.diagnosis.remedies[:2]] == [
         pair.name,
         alone.name,
@@ -256,7 +264,7 @@ def test_the_question_first_wins_with_a_method_where_it_is_surely_better(
     assert course.diagnosis.winner_changes == (
         "prompt and model" if winner else "model"
     )
-    spelt = course._spell_method(choice)
+    spelt = remedies_of(course)._spell_method(choice)
     built = course.runs.prepare(spelt, method="", in_process=True).choice.build()
     assert built == choice.build()
 
@@ -274,7 +282,7 @@ def search_constants_of(
 
     monkeypatch.setattr(course.runs, "prepare", without_block)
     monkeypatch.setattr(course.allowance, "left", lambda share: 1e9)
-    monkeypatch.setattr(course, "_measured_cost_of_prompt", lambda: 0.0)
+    monkeypatch.setattr(course.sizes, "measured_cost_of_prompt", lambda: 0.0)
 
 
 def test_a_base_that_the_search_kept_is_not_raced(
@@ -282,9 +290,9 @@ def test_a_base_that_the_search_kept_is_not_raced(
 ) -> None:
     """It is the unmodified model, and could win by rounding."""
     course = make_course("model=tiny")
-    course.config.model.blocks.pop("rope_base")
+    course.runs.config.model.blocks.pop("rope_base")
     monkeypatch.setattr(
-        "posbench.diagnose.course.all_choices",
+        "posbench.diagnose.remedies.all_choices",
         lambda *args: {
             name: choice
             for name, choice in all_choices(*args).items()
@@ -297,7 +305,7 @@ def test_a_base_that_the_search_kept_is_not_raced(
             f"rope_base: {{base: {base}, own_base: 10000.0}}"
         )
         monkeypatch.setattr(course.runs, "execute", lambda *args, **kwargs: tmp_path)
-        choices, kept = course._choices(30)
+        choices, kept = remedies_of(course)._choices(30)
         assert ("rope_base" in choices) == is_raced
         assert [remedy.name for remedy in kept] == ([] if is_raced else ["rope_base"])
         if is_raced:
@@ -314,7 +322,7 @@ def test_a_channel_that_the_search_kept_is_not_raced(
         "scale_channel: {channel: null, factor: 1.0, layers: null}"
     )
     monkeypatch.setattr(course.runs, "execute", lambda *args, **kwargs: tmp_path)
-    choices, kept = course._choices(30)
+    choices, kept = remedies_of(course)._choices(30)
     assert "scale_channel" not in choices
     assert [remedy.name for remedy in kept] == ["scale_channel"]
 
@@ -328,12 +336,12 @@ def test_a_pair_whose_gain_is_sure_leaves_the_verdict_open(
     alone = Remedy("rope_base", Estimate(0.2, -0.1, 0.5, 48))
     pair = Remedy("question_first_and_last-rope_base", Estimate(0.5, 0.1, 0.9, 48))
     races = iter([[alone], [pair, alone]])
-    monkeypatch.setattr(course, "_race", lambda *args: next(races))
+    monkeypatch.setattr(Remedies, "_race", lambda *args: next(races))
     monkeypatch.setattr(
-        "posbench.diagnose.course.lead_over",
+        "posbench.diagnose.remedies.lead_over",
         lambda *args: Estimate(0.3, -0.1, 0.7, 48),
     )
-    course._remedies()
+    remedies_of(course).run()
     assert course.diagnosis.winner == "" and course.diagnosis.verdict == "bias"
     assert pair.name in course.diagnosis.remedies_note
 
@@ -438,8 +446,8 @@ def test_the_next_command_has_the_questions_and_the_budget_that_the_verdict_asks
 
 
 def test_a_limit_is_honoured_however_large() -> None:
-    assert make_course("model=tiny")._shape_limit() == 1000
-    assert make_course("model=tiny", "task.limit=1100")._shape_limit() == 1100
+    assert make_course("model=tiny").sizes.shape_limit() == 1000
+    assert make_course("model=tiny", "task.limit=1100").sizes.shape_limit() == 1100
 
 
 def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> None:
@@ -453,7 +461,7 @@ def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> No
     data.write_text("\n".join(map(json.dumps, rows)))
     course = make_course("model=tiny")
     task = NQMultiDoc(path=str(data), limit=20, documents=10, positions=(0, 4, 9))
-    course.config = replace(course.config, task=task)
+    course.runs.config = replace(course.runs.config, task=task)
     course.diagnosis.verdict = "cannot tell"
     course.diagnosis.needed_questions = 500
     assert course._next_command() == f"add questions to {data}: it has 30"
@@ -517,11 +525,11 @@ def test_a_round_is_as_large_as_the_time_that_is_left(
     course.allowance.watch = Stopwatch()
     course.diagnosis.prompts["pilot"] = 15
     course.diagnosis.seconds["pilot"] = 15 * seconds_per_prompt
-    assert course._round_questions("pilot", 6, share) == questions
+    assert course.sizes.round_questions("pilot", 6, share) == questions
     # Without a measured part, and under a budget that is no time, rounds are whole.
-    assert course._round_questions("first look", 6, share) == 5
+    assert course.sizes.round_questions("first look", 6, share) == 5
     course.allowance.budget = Budget.parse("500prompts")
-    assert course._round_questions("pilot", 6, share) == 5
+    assert course.sizes.round_questions("pilot", 6, share) == 5
 
 
 def test_a_prompt_tells_a_trained_model_its_answer_and_a_blind_one_nothing(

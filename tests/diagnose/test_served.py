@@ -39,7 +39,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def fewer_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 200 at each position, not 1,000: all prompts are written before the first is asked."""
-    monkeypatch.setattr("posbench.diagnose.course.MAX_QUESTIONS", 200)
+    monkeypatch.setattr("posbench.diagnose.sizes.MAX_QUESTIONS", 200)
 
 
 @pytest.fixture
