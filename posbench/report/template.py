@@ -5,10 +5,11 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache
 from typing import Any
 
 import jinja2
+from jinja2.runtime import Context
 from markupsafe import Markup
 
 from posbench import paths
@@ -29,16 +30,31 @@ def render_html(
         links: Address by name; where a text has such a name, the filters ``breakable`` and ``linked`` make it a link.
         values: Its variables.
     """
+    return _environment().get_template(template).render(links=links, **values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """The templates; compiling one takes longer than drawing a page with it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["breakable"] = partial(breakable, links=links)
-    environment.filters["linked"] = partial(linked, links=links)
+
+    @jinja2.pass_context
+    def breakable_here(context: Context, text: str) -> str:
+        return breakable(text, context["links"])
+
+    @jinja2.pass_context
+    def linked_here(context: Context, text: str) -> Markup:
+        return linked(text, context["links"])
+
+    environment.filters["breakable"] = breakable_here
+    environment.filters["linked"] = linked_here
     environment.globals["asset"] = read_asset
-    return environment.get_template(template).render(**values)
+    return environment
 
 
 def read_asset(name: str) -> Markup:
