@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posbench.late import pd
-from posbench.stats.bootstrap import Array, Estimate, difference, mean, with_interval
+from posbench.stats.bootstrap import Array, Estimate, combined, mean, with_interval
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import (
     CUT_METRIC,
@@ -359,17 +359,20 @@ def best_place_in_prompt(scores: Array, positions: Sequence[int]) -> str:
     choosing, measuring = scores[::2], scores[1::2]
     if len(measuring) < 2:
         return ""
-    means = choosing.mean(axis=0)
-    best = int(means.argmax())
+    curve = choosing.mean(axis=0)
+    best = int(curve.argmax())
     last = len(positions) - 1
     place = {0: "first", last: "last"}.get(best, f"at item {positions[best] + 1}")
     chosen = [best]
-    if best == 0 and means[last] == means[0]:
+    if best == 0 and curve[last] == curve[0]:
         place = "first or last"
         chosen = [0, last]
     there = measuring[:, chosen].mean(axis=1)
     others = np.delete(measuring, chosen, axis=1).mean(axis=1)
-    gain = difference(there - others, [str(number) for number in range(len(there))])
+    # Where all answers are right at the place, the differences vary too little to tell how sure that is.
+    questions = [str(number) for number in range(len(there))]
+    means = [mean(there, questions), mean(others, questions)]
+    gain = combined(means, (1, -1), len(there))
     if gain.ci_low <= 0:
         return ""
     return (

@@ -334,7 +334,7 @@ def records_of_log(log: Log, path: str) -> ParsedFile:
             answers=question.answers or (),
             documents=tuple(documents),
         )
-        if _repeats_gold(record):
+        if _copy_of_gold(record) is not None:
             skipped["a second copy of the gold document"] += 1
             continue
         records.append(record)
@@ -370,14 +370,15 @@ def _why_not_moved(question: LoggedQuestion) -> str:
     return "a single document" if len(question.documents) < 2 else ""
 
 
-def _repeats_gold(record: RecordWithGold) -> bool:
-    """Whether the gold item stands a second time among those that are not gold."""
+def _copy_of_gold(record: RecordWithGold) -> int | None:
+    """Where the gold item stands a second time, called gold or not: it would be read there wherever it is moved."""
     texts = [record.text(0, part).strip() for part in record.parts()]
-    all_gold = {record.gold, *record.other_gold}
-    return any(
-        index not in all_gold and text == texts[record.gold]
+    copies = (
+        index
         for index, text in enumerate(texts)
+        if index != record.gold and text == texts[record.gold]
     )
+    return next(copies, None)
 
 
 def _kind_of(file: Path) -> type[Record]:
@@ -416,11 +417,10 @@ def _record(kind: type[Record], line: Line) -> Record:
         allowed = f'different places in "{kind.holds}", from 0 to {count - 1}, without gold ({gold})'
         raise line.fault(f'field "other_gold" is {list(other_gold)}', allowed)
     if isinstance(record, RecordWithGold):
-        texts = [record.text(0, part).strip() for part in record.parts()]
-        for index, text in enumerate(texts):
-            if index not in all_gold and text == texts[gold]:
-                wrong = f'field "{kind.holds}[{index}]" repeats the gold one'
-                raise line.fault(wrong, "a gold one that stands at one place alone")
+        copy = _copy_of_gold(record)
+        if copy is not None:
+            wrong = f'field "{kind.holds}[{copy}]" repeats the gold one'
+            raise line.fault(wrong, "a gold one that stands at one place alone")
     return record
 
 
