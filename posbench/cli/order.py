@@ -312,7 +312,7 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         tuple(numbers),
         step,
         details=details,
-        sample=f"{facts['questions']:,} questions",
+        sample=_sample(facts),
         rule=PAIRED if len(numbers) > 1 else "",
     )
     if verdict == CANNOT_TELL:
@@ -327,6 +327,16 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
             command = " ".join([*words, setting])
         glance = replace(glance, next=command, purpose=_next(facts))
     return glance
+
+
+def _sample(facts: Mapping[str, Any]) -> str:
+    """How many questions the prompts as retrieved were judged on, beside those of the log where they are more."""
+    in_log = facts["questions"]
+    base = next(row for row in facts["policies"] if row["name"] == AS_RETRIEVED)
+    answered = base.get("answered") or base["n"]
+    if answered == in_log:
+        return f"{in_log:,} questions"
+    return f"{answered:,} of {in_log:,} questions"
 
 
 def _with_interval(

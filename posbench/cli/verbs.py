@@ -6,9 +6,10 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from posbench import paths
 from posbench.backends.base import text_encoder
@@ -323,6 +324,7 @@ def _rescore_run(run: RunDir) -> None:
     with owning(run.path):
         open_undamaged(run.path, rewritten)
         raw = run.config("task", "model", "runtime")
+        _refuse_study("DIR", run, raw)
         rows = run.rows(PREDICTIONS)
         torn = run.num_torn_rows(PREDICTIONS)
         if torn or not rows or not run.done:
@@ -337,6 +339,13 @@ def _rescore_run(run: RunDir) -> None:
         page = render_run(run.path)
         run.renew((*rewritten, PREDICTIONS))
     print(f"{changed} of {len(rows)} scores changed; {page}")
+
+
+def _refuse_study(field: str, run: RunDir, config: Mapping[str, Any]) -> None:
+    """Refuse the run of a study, which makes its tables of more than its replies."""
+    if config.get("study"):
+        allowed = "a run that evaluated a model, not a study"
+        raise UserError(field, str(run.path), allowed, "choose another run")
 
 
 def audit(args: list[str]) -> int:
@@ -370,9 +379,7 @@ def audit(args: list[str]) -> int:
         allowed = "a finished run with the stage evaluate"
         raise UserError("RUN", str(folder), allowed, "posbench ls runs lists them")
     config = recorded_config(folder)
-    if config.study:
-        allowed = "a run that evaluated a model, not a study"
-        raise UserError("RUN", str(folder), allowed, "choose another run")
+    _refuse_study("RUN", out, out.config())
     with owning(folder):
         result = _audit_run(config, out, share, int(seed))
     auditing.need_agreement(out, result)

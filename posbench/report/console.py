@@ -90,9 +90,8 @@ def show_glance(console: Console, glance: Glance) -> None:
     """Print what the page of a result says first: the verdict with its numbers, its sentence, the next command."""
     style = TONE_STYLES[glance.tone]
     numbers = "; ".join(map(str, glance.numbers))
-    if glance.basis:
-        numbers += f" ({glance.basis})"
-    console.print(f"{glance.word}: {numbers}" if numbers else glance.word)
+    first = f"{glance.word}: {numbers}" if numbers else glance.word
+    console.print(f"{first} ({glance.basis})" if glance.basis else first)
     console.print(glance.sentence, style=style)
     if glance.next:
         purpose = f"  ({glance.purpose})" if glance.purpose else ""

@@ -67,6 +67,11 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             str(row["n"]),
             note,
         ]
+    # Of a run of an earlier version the answers that have no pair are not known.
+    answered = row.get("answered", row["n"])
+    questions = str(row["n"])
+    if answered > row["n"]:
+        questions += f" ({answered} answered)"
     accuracy = f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
     difference = f"{row['difference']:+.1f} [{row['difference_low']:.1f}, {row['difference_high']:.1f}]"
     if row["name"] == AS_RETRIEVED:
@@ -77,6 +82,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         difference,
         f"{row['flip_rate']:.0f}",
         f"{row['tokens']:,.0f}",
-        str(row["n"]),
+        questions,
         note,
     ]

@@ -478,7 +478,8 @@ def _scores_glance(
         if any(setting.lacks_answers for setting in settings):
             sentence = "Too many answers are missing in every setting to say anything."
         return Glance(CANNOT_TELL, "open", sentence, details=" ".join(details))
-    verdicts = _verdicts(summary)
+    of_settings = {str(run) for setting in settings for run in setting.runs}
+    verdicts = {r: v for r, v in _verdicts(summary).items() if r in of_settings}
     word, tone, verdict = _word(list(verdicts.values()))
     best = max(scored, key=lambda setting: setting.average.value)
 
@@ -510,6 +511,9 @@ def _scores_glance(
             f"the position bias runs from {100 * least.bias.value:z.1f} points ({least.name}) "
             f"to {100 * most.bias.value:z.1f} ({most.name})"
         )
+        if least is most:
+            alone = " in the one where it could be measured" * (len(scored) > 1)
+            biases = f"the position bias is {100 * least.bias.value:z.1f} points{alone} ({least.name})"
         sentences = [
             f"Over {count} of {label}, {biases}, and {on_average}.",
             f"Over {count} of {label}, {biases}.",
@@ -844,7 +848,7 @@ class _Setting(NamedTuple):
 
     Attributes:
         name: The values of the swept columns.
-        runs: Its runs.
+        runs: Its runs, of several models or methods those under the method.
         average: Score over all gold positions.
         baseline: Score of the unmodified model.
         difference: The paired difference of the two.
@@ -937,6 +941,7 @@ def _read_settings(
     biases = _by_key(rows_over_all_positions(modified, "position_bias"), "setting")
     baselines = _by_key(rows_over_all_positions(unmodified), run_column)
     runs_of = rows.groupby("setting")[run_column].unique()
+    modified_runs_of = modified.groupby("setting")[run_column].unique()
     settings = []
     for name in names:
         base_runs = [run for run in runs_of[name] if run in baselines]
@@ -949,7 +954,7 @@ def _read_settings(
         settings.append(
             _Setting(
                 name=name,
-                runs=runs_of[name],
+                runs=modified_runs_of[name],
                 average=averages.get(name),
                 baseline=baseline,
                 difference=differences_of.get(name),

@@ -276,9 +276,10 @@ class PolicyRace:
         )
         needed = None
         if gain:
-            reason = (
-                f"{reason}; the best is {leader}, {_points(gain)} points, n = {gain.n}"
-            )
+            # Held-back questions may have put it behind another one, or behind the prompts as they are.
+            is_best = 0 < gain.value == max(d.value for d in differences.values())
+            rank = "the best is" if is_best else "the race was led by"
+            reason = f"{reason}; {rank} {leader}, {_points(gain)} points, n = {gain.n}"
             needed = self.questions_needed(scores, leader)
         return PolicyVerdict(CANNOT_TELL, self.base, reason, needed)
 

@@ -442,8 +442,18 @@ class OrderStudy(Study):
     def glance(self, tables: Tables) -> Glance | None:
         """See :meth:`Study.glance`: the policy to use, or the one with the largest gain."""
         policies = tables["policies"]
-        others = policies[policies["name"] != AS_RETRIEVED].dropna(subset="difference")
+        changed = policies[policies["name"] != AS_RETRIEVED]
+        raced = changed[~changed["same_as"].astype(bool)]
+        others = changed[changed["missing"].fillna(0.0) <= MAX_MISSING]
+        others = others.dropna(subset="difference")
+        unread = raced[raced["missing"] > MAX_MISSING]["name"]
+        details = ""
+        if len(unread):
+            details = f"Not compared, as too many of their replies are no answers: {', '.join(unread)}."
         if others.empty:
+            if details:
+                sentence = "No policy can be compared: too many of their replies are no answers."
+                return Glance("cannot tell", "open", sentence, details=details)
             return None
         used = others[others["use"]]
         best = others.loc[others["difference"].idxmax()] if used.empty else used.iloc[0]
@@ -456,7 +466,7 @@ class OrderStudy(Study):
         numbers = (Number.of(str(best["name"]), gain, "points", "+.1f"),)
         sample = f"{gain.n:,} questions"
         rule = (
-            f"Difference from the prompts as they were retrieved, paired; the interval holds for all {len(others)} "
+            f"Difference from the prompts as they were retrieved, paired; the interval holds for all {len(raced)} "
             "policies at once, also for one that was asked fewer questions."
         )
         if not used.empty:
@@ -468,12 +478,21 @@ class OrderStudy(Study):
                 numbers,
                 next=f"posbench method={best['name']}",
                 purpose="measures scores and position bias under it",
+                details=details,
                 sample=sample,
                 rule=rule,
             )
-        sentence = f"No policy can be recommended; the one that answers most is {best['name']}."
+        sentence = "No policy can be recommended; none answers more than the prompts as they were retrieved."
+        if gain.value > 0:
+            sentence = f"No policy can be recommended; the one that answers most is {best['name']}."
         return Glance(
-            "no sure gain", "open", sentence, numbers, sample=sample, rule=rule
+            "no sure gain",
+            "open",
+            sentence,
+            numbers,
+            details=details,
+            sample=sample,
+            rule=rule,
         )
 
     def figures(self, tables: Tables) -> Drawn:
@@ -718,6 +737,7 @@ def _policy_table(
             "n": standings[name].difference.n
             if name in standings
             else len(policy_rows),
+            "answered": standings[name].accuracy.n if name in standings else 0,
             "changed_replies": changed.get(name),
             "tokens": round(_tokens(policy_rows), 1),
             "cost": _cost(policy_rows),

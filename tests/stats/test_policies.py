@@ -8,6 +8,7 @@ from posbench.stats.policies import (
     CANNOT_DO,
     CANNOT_TELL,
     LEAVE,
+    MARGIN,
     MAX_MISSING,
     USE,
     PolicyRace,
@@ -148,7 +149,7 @@ def test_a_policy_that_dropped_out_leaves_no_possible_gain():
     equal = scores_of([0, 1] * 100)
     scores = {BASE: equal, "same": equal, "dropped": scores_of([0, 1] * 5)}
     race = PolicyRace(BASE, ("same", "dropped"))
-    assert race.standings(scores)["dropped"].difference.ci_high > race.margin
+    assert race.standings(scores)["dropped"].difference.ci_high > MARGIN
     assert race.verdict(scores, BASE, None, ["same"]).name == LEAVE
 
 
