@@ -50,6 +50,7 @@ from posbench.schema import override_text
 from posbench.stats import outcomes
 from posbench.stats.bootstrap import Array, Estimate
 from posbench.stats.policies import USE
+from posbench.stats.position_bias import NEGLIGIBLE_SHARE, TOO_FEW, fewest_questions
 from posbench.stats.sequential import (
     FARTHEST_FORECAST,
     FIRST_FORECAST,
@@ -74,6 +75,8 @@ PILOT_QUESTIONS = 20
 """Questions at each position of a pilot."""
 MIN_PILOT_QUESTIONS = 5
 """Fewest questions at each position from which a pilot draws a conclusion."""
+HALF_SPENT = 0.5
+"""Share of a budget above which it may have kept a diagnosis from asking more; each part has its own share."""
 BUDGET_MARGIN = 1.2
 """Budget of the suggested command, divided by the forecast."""
 REPLY_LIMIT_FACTOR = 4
@@ -370,6 +373,8 @@ class Course:
         if not len(scores):
             return
         total = forecast_questions(scores, NEGLIGIBLE_CONTRAST)
+        if total and TOO_FEW in diagnosis.reason:
+            total = max(total, fewest_questions(NEGLIGIBLE_SHARE))
         diagnosis.needed_questions = total
         if total is None:
             text = f"more than {FARTHEST_FORECAST:,} questions at each position would be needed to tell"
@@ -696,6 +701,10 @@ class Course:
             return shlex.join(["posbench", *map(without_typed_secrets, with_change)])
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             # Of a server the changes of the prompt are all that a user can try.
+            if self.allowance.budget.prompts:
+                typed = [a for a in self.args if key_of(a) != "runtime.yes"]
+                study = ["posbench", *PROMPT_OVERRIDES, *typed]
+                return shlex.join(map(without_typed_secrets, study))
             if changes and changes["verdict"] != CANNOT_TELL:
                 return ""
             return self._command_with_more_questions()
@@ -738,19 +747,39 @@ class Course:
         """Return the command with the budget, and the limit, that the verdict or the race of methods asks for."""
         diagnosis = self.diagnosis
         needed = diagnosis.needed_questions
-        if not needed:
-            return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
-        assert diagnosis.shape is not None, "it was forecast from it"
+        task = self.runs.task
         available = self.sizes.available_questions
-        if available <= diagnosis.shape.questions:
-            file = getattr(self.runs.task, "path", self.runs.task.name)
-            return f"add questions to {file}: it has {available}"
+        is_all_asked = diagnosis.shape and available <= diagnosis.shape.questions
+        if not needed and self._is_short_of_budget(is_all_asked=bool(is_all_asked)):
+            return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
+        if is_all_asked:
+            file = getattr(task, "path", task.name)
+            others = " besides those for calibration"
+            kept_back = getattr(task, "calibration_share", 0)
+            return (
+                f"add questions to {file}: it has {available}{others * bool(kept_back)}"
+            )
+        if not needed:
+            return ""
         needed = min(needed, available)
         typed = self._own_command(but="budget")
         if needed > self.sizes.shape_limit():
             command = [arg for arg in shlex.split(typed) if key_of(arg) != "task.limit"]
             typed = shlex.join([*command, f"task.limit={needed}"])
         return f"{typed} budget={self._budget_for(needed)}"
+
+    def _is_short_of_budget(self, is_all_asked: bool) -> bool:
+        """Whether a larger budget would ask more than this one.
+
+        Args:
+            is_all_asked: Whether the data hold no more questions.
+        """
+        allowance = self.allowance
+        if not allowance.is_time:
+            return allowance.spent > HALF_SPENT * allowance.budget.size
+        # The race of methods asks more prompts in more time, if the data hold them.
+        seconds = sum(self.runs.seconds_of_run.values())
+        return not is_all_asked or seconds > HALF_SPENT * allowance.budget.size
 
     def _budget_for(self, questions: int) -> str:
         """Return a budget, at least this one, in which ``questions`` at each position decide the shape."""

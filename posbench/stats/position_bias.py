@@ -37,6 +37,8 @@ Of a straight line over five positions whose ends lie five points apart it is 0.
 """
 BOOTSTRAPPED = ("primacy", "recency", "middle_drop", "position_bias")
 """Statistics that are compared with the unmodified model's."""
+TOO_FEW = "too few questions"
+"""Beginning of a note where even all right, or all wrong, would not tell."""
 NEGLIGIBLE_SHARE = 0.05
 """A score that exceeds guessing, or falls short of 1, by no more than this shows no bias.
 
@@ -279,8 +281,8 @@ def ceiling_note(positions: Iterable[Estimate], questions: int) -> str:
     ceiling = 1 - NEGLIGIBLE_SHARE
     if min(estimate.ci_high for estimate in positions) < ceiling:
         return ""
-    if questions < (least := _fewest_questions(NEGLIGIBLE_SHARE)):
-        return f"too few questions: ask {least} or more at each gold position"
+    if questions < (least := fewest_questions(NEGLIGIBLE_SHARE)):
+        return f"{TOO_FEW}: ask {least} or more at each gold position"
     return f"at the ceiling: no score is reliably below {100 * ceiling:.0f} %"
 
 
@@ -299,7 +301,7 @@ def floor_note(
     floor = chance + NEGLIGIBLE_SHARE
     if max(estimate.ci_low for estimate in positions) > floor:
         return ""
-    least = _fewest_questions(floor)
+    least = fewest_questions(floor)
     if questions >= least or average.ci_high <= floor:
         guess = f"chance, {100 * chance:.1f} %" if chance else "zero"
         points = f"{100 * NEGLIGIBLE_SHARE:.0f} points"
@@ -308,10 +310,10 @@ def floor_note(
         score = f"{100 * average.value:.1f} % of {average.n} prompts"
         more = f"ask {least} or more questions at each gold position"
         return f"nothing answered: {score}; make the task easier, or {more}"
-    return f"too few questions: ask {least} or more at each gold position"
+    return f"{TOO_FEW}: ask {least} or more at each gold position"
 
 
-def _fewest_questions(share: float) -> int:
+def fewest_questions(share: float) -> int:
     """Return the number of questions, all wrong, whose Wilson interval ends at a share."""
     return int(np.ceil(Z95**2 * (1 - share) / share))
 
