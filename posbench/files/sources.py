@@ -544,7 +544,10 @@ def _refused(source: Source, error: Exception) -> UserError:
     if source.kind == "dataset":
         page = f"https://huggingface.co/datasets/{source.id}"
     offline = (error, error.__cause__)
-    if isinstance(error, hub_errors.GatedRepoError):
+    is_address = source.id.startswith(("http://", "https://"))
+    if is_address and source.files == CHECKPOINT_PATTERNS:
+        hint = f"for a server set model.base_url={source.id}"
+    elif isinstance(error, hub_errors.GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"
     elif isinstance(error, hub_errors.RepositoryNotFoundError):
         login = "a private or gated repository needs `hf auth login` (or HF_TOKEN)"

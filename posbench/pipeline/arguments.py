@@ -462,6 +462,8 @@ def _check_choice(
         if not is_empty:
             listing = f"posbench ls {paths.PLURALS.get(group, 'runtimes')}"
             hint = near(part, known_names, listing)
+        if is_repeated:
+            hint = f"name {part} once"
         raise UserError(key, name, allowed, hint)
 
 

@@ -240,10 +240,14 @@ def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
     state: State = "failed"
     if isinstance(error, IncompleteRun):
         state = "incomplete"
+    if isinstance(error, KeyboardInterrupt):
+        # Lists call a run that nobody makes, and that has not ended, killed.
+        state = "running"
     if out.status()["state"] == MIXED:
         state = MIXED
     with suppress(OSError):  # a full disk, which the error itself reports
-        out.finish(state, f"{type(error).__name__}: {error}", seconds)
+        text = "" if state == "running" else f"{type(error).__name__}: {error}"
+        out.finish(state, text, seconds)
 
 
 @contextmanager

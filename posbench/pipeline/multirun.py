@@ -95,7 +95,7 @@ def compose_jobs(request: Request) -> list[DictConfig]:
 def _split(parser: OverridesParser, overrides: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the overrides of each job of a sweep, in the order of Hydra's basic sweeper.
 
-    If a key is given twice, the last one counts.
+    If a key is given twice, the last one counts; a value given twice counts once.
 
     Raises:
         HydraException: A sweep is not over a list of values.
@@ -106,7 +106,8 @@ def _split(parser: OverridesParser, overrides: Sequence[str]) -> list[tuple[str,
         if not override.is_sweep_override():
             values[key] = [f"{key}={override.get_value_element_as_str()}"]
         elif override.is_discrete_sweep():
-            values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
+            texts = dict.fromkeys(override.sweep_string_iterator())
+            values[key] = [f"{key}={text}" for text in texts]
         else:
             raise HydraException(
                 f"{override.input_line}: a sweep takes a list of values"

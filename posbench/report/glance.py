@@ -118,6 +118,9 @@ def run_glance(folder: Path) -> Glance:
         base, method, _ = _subjects(metrics)
         is_open = word == CANNOT_TELL and bool(method) and _has_bias(metrics, base)
         command, purpose = _step_after_scores(run, config, word, is_open)
+        averages = rows_over_all_positions(metrics)["value"]
+        if "--wrong" in command and not (averages < 1).any():
+            return glance
         return _with_step(glance, command, purpose)
     findings = read_csv(folder / "findings.csv")
     facts = read_json(folder / "study.json") or {}
@@ -832,7 +835,7 @@ def _step_after_scores(
         words = ["posbench", *method, *others, f"task.limit={MORE_QUESTIONS * limit}"]
         return " ".join(words), f"asks {MORE_QUESTIONS} times as many questions"
     # A diagnosis asks as many questions as it needs; those of this run may be too few.
-    command = " ".join(["posbench diagnose", *others])
+    command = " ".join(["posbench diagnose", *(method or []), *others])
     if word in (BIAS, NOT_FIXED):
         return command, "looks for where it comes from and what helps"
     if word == CANNOT_TELL:

@@ -493,6 +493,8 @@ def _scores_glance(
         f"the average runs from {100 * worst.average.value:.1f} % ({worst.name}) "
         f"to {100 * best.average.value:.1f} % ({best.name})"
     )
+    if len(scored) == 1:
+        on_average = f"the average is {100 * best.average.value:.1f} % ({best.name})"
     count = f"{len(scored)} settings" if len(scored) > 1 else "1 setting"
     sentences = [
         f"Over {count} of {label}, {on_average}.",

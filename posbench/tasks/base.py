@@ -359,6 +359,6 @@ class EvaluationOnly(Task):
         """See :meth:`Task.examples`; there are no calibration questions."""
         if split == "calibration":
             allowed = f"no search on task {self.name}: it has no calibration questions"
-            hint = "search with task=kv_retrieval, then set method.channel=... and stages=[evaluate,report]"
+            hint = "search with task=kv_retrieval, and evaluate with method=from:RUN"
             raise UserError("stages", "search", allowed, hint)
         return list(self.questions())

@@ -216,7 +216,15 @@ class NQMultiDoc(GoldPositionTask):
         """The file and its lines."""
         file = self.place()
         count = 0 if self.path else NQ_QUESTIONS
-        return file, list(read_data_rows("path", file, count=count))
+        lines = list(read_data_rows("path", file, count=count))
+        lists = [
+            line["ctxs"] for _, line in lines if isinstance(line.get("ctxs"), list)
+        ]
+        most = max(map(len, lists), default=0)
+        if self.prompt not in ("closed_book", "oracle") and 1 < most < self.documents:
+            allowed = f"at most {most}: no question of {file} has more documents"
+            refuse("documents", self.documents, allowed, f"set task.documents={most}")
+        return file, lines
 
     def _calibration(self, lines: list[Row], start: int, count: int) -> list[Example]:
         """Return calibration examples: questions behind those of the evaluation, without repetitions of these.

@@ -275,7 +275,8 @@ def holds_log(file: Path) -> bool:
         return False
     for entry in entries:
         for name, kind in KINDS.items():
-            if name in entry.fields:
+            # An empty list says nothing of its kind.
+            if entry.fields.get(name, []) != []:
                 return not _has_own_form(kind, entry)
     return recognise(entries) is not None
 

@@ -238,6 +238,5 @@ def _digest(seed: int, text: str) -> str:
 def _no_calibration(name: str) -> UserError:
     """The error of a search where no questions are kept for it."""
     allowed = f"no search on task {name}: it has no calibration questions"
-    hint = "keep some with task.calibration_share=0.3, or search with task=kv_retrieval, then set method.channel=... "
-    hint += "and stages=[evaluate,report]"
+    hint = "set task.calibration_share=0.3, or search with task=kv_retrieval and evaluate with method=from:RUN"
     return UserError("stages", "search", allowed, hint)

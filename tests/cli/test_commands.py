@@ -189,6 +189,18 @@ def test_the_default_run_on_the_embedded_model(
     }
 
 
+def test_a_sweep_judges_its_methods_and_asks_each_value_once(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """The unmodified model is no fix that failed, and one setting has no range."""
+    methods = ["model=tiny", "method=none,documents_twice", "task.limit=4,4"]
+    result = posbench("-m", *methods, "stages=[evaluate,report]")
+    assert result.status == 0, result.err
+    assert len([f for f in run_folders(outputs) if "sweep" not in f.name]) == 2
+    head = result.out.rpartition("average over gold positions")[2]
+    assert " in 1 of 2" not in head and "runs from" not in head
+
+
 def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
     posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:

@@ -282,6 +282,37 @@ def test_the_unmodified_model_is_evaluated_once(
     assert unmodified(other) == unmodified(finished) and len(unmodified(other)) == 36
 
 
+def test_a_run_that_was_interrupted_is_called_killed(
+    small: list[str],
+    posbench: Callable[..., Result],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("posbench.pipeline.stages.evaluate.run", interrupt)
+        assert posbench(*small, "method=none", "stages=[evaluate]").status == 130
+    assert "killed" in posbench("ls", "runs", "--outputs", str(outputs), verb=True).out
+    assert posbench(*small, "method=none", "stages=[evaluate]").status == 0
+    assert (
+        "killed" not in posbench("ls", "runs", "--outputs", str(outputs), verb=True).out
+    )
+
+
+def test_rescore_refuses_a_study(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    study = ("study=remedies", "model=tiny", "study.methods=[rope_base]")
+    assert (
+        posbench(*study, "task.limit=2", "task.pairs=8", "stages=[study]").status == 0
+    )
+    result = posbench("rescore", str(_only(outputs)), verb=True)
+    assert result.status == 2
+    assert_refused(result.err, "DIR", allowed="not a study")
+
+
 def test_rescore_needs_no_model(
     finished: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -467,6 +467,27 @@ def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> No
     assert course._next_command() == f"add questions to {data}: it has 30"
 
 
+def test_a_larger_budget_is_asked_for_only_where_it_would_ask_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    course = make_course("model=tiny")
+    diagnosis = course.diagnosis
+    diagnosis.verdict = "bias"
+    diagnosis.remedies = [Remedy("scale_channel", Estimate(0.2, -0.3, 0.7, 12))]
+    # Of ten minutes half a minute; the race asks more prompts in more time.
+    course.runs.seconds_of_run["shape"] = 30.0
+    assert course._next_command().endswith("budget=30min")
+    monkeypatch.setitem(vars(course.sizes), "available_questions", 30)
+    assert course._next_command().startswith("add questions to ")
+    course.runs.seconds_of_run["shape"] = 400.0
+    assert course._next_command().endswith("budget=30min")
+    # Prompts are counted, and their number has room for more.
+    course.allowance.budget = Budget.parse("500prompts")
+    for prompts, step in ((100, "add questions"), (480, "posbench diagnose")):
+        course.allowance.prompts = prompts
+        assert course._next_command().startswith(step)
+
+
 def prepared(*args: str) -> list[Config]:
     """The checked configs of a command line."""
     return [prepare(job).config for job in compose(list(args)).composed]

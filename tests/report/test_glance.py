@@ -509,6 +509,14 @@ experiment: {name: yu2025_table1_kv, grid: {model: [tiny, tiny_b]}}
         assert sorted(shlex.split(glance.next)[2:]) == sorted(shlex.split(subject))
 
 
+def test_where_all_is_right_no_wrong_prompts_are_shown(tmp_path: Path) -> None:
+    for name, share in (("all", 1.0), ("most", 0.9)):
+        table = metrics("none")
+        table["value"] = table["value"].where(table["metric"] != "accuracy", share)
+        glance = run_glance(_run(tmp_path / name, metrics=table))
+        assert ("--wrong" in glance.next) == (name == "most")
+
+
 def test_a_sweep_begins_with_its_verdict(tmp_path: Path) -> None:
     sweep([1.0, 0.0, -1.0]).to_csv(tmp_path / "summary.csv", index=False)
     _, sentence = _on_page(render_sweep(tmp_path))

@@ -90,6 +90,19 @@ def test_a_gain_that_is_not_there_on_held_back_questions_is_not_used():
     assert "on held-back questions -1.0" in verdict.reason
 
 
+def test_a_leader_that_others_overtook_is_not_called_the_best():
+    """Held-back questions put it behind another policy, or behind the prompts as they are."""
+    answers = [1, 0] * 20
+    changes = {BASE: (), "a": (21, 31), "b": (25,), "c": (20,)}
+    scores = {
+        name: scores_of([a ^ (n in changed) for n, a in enumerate(answers)])
+        for name, changed in changes.items()
+    }
+    race = PolicyRace(BASE, ("a", "b", "c"))
+    for leader, words in (("a", "the best is a"), ("b", "led by b"), ("c", "led by c")):
+        assert words in race.verdict(scores, leader).reason
+
+
 def test_a_model_that_answers_nothing_cannot_do_the_task():
     nothing = {name: scores_of([0] * 100) for name in (BASE, "a")}
     assert PolicyRace(BASE, ("a",)).verdict(nothing, BASE).name == CANNOT_DO

@@ -268,6 +268,16 @@ def test_a_malformed_line_is_named(
         _task(file, 1).examples("evaluation")
 
 
+def test_a_file_with_fewer_documents_names_their_number(tmp_path: Path) -> None:
+    row = _rows(AT0)[0]
+    file = tmp_path / "few.jsonl"
+    lines = [json.dumps({**row, "ctxs": row["ctxs"][:n]}) for n in (3, 4)]
+    file.write_text("\n".join(lines))
+    with refused("task.documents", 20, hint="task.documents=4"):
+        _task(file, 1).examples("evaluation")
+    assert len(_task(file, 1, prompt="oracle").examples("evaluation")) == 1
+
+
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     torn = tmp_path / "torn.jsonl.gz"
     broken = tmp_path / "broken.jsonl"

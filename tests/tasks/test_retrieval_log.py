@@ -276,10 +276,23 @@ def test_a_second_copy_of_the_gold_document_is_left_out(tmp_path: Path) -> None:
     rows = [
         {"question": "1?", "contexts": ["a", "b", "a"], "gold_indices": [0], "answers": ["a"]},
         {"question": "2?", "contexts": ["a", "b", "c"], "gold_indices": [0], "answers": ["a"]},
+        {"question": "3?", "contexts": ["a", "b", "a"], "gold_indices": [0, 2], "answers": ["a"]},
+        {"question": "4?", "contexts": ["a 1", "b", "a 2"], "gold_indices": [0, 2], "answers": ["a"]},
     ]  # fmt: skip
     task = own_data(write_lines(tmp_path / "a.jsonl", *rows))
-    assert [record.question for record in task.own.records] == ["2?"]
-    assert_line_names("\n".join(task.notes()), "1 of 2", "second copy")
+    # A copy is read wherever the other one is moved, whether or not it is called gold.
+    assert [record.question for record in task.own.records] == ["2?", "4?"]
+    assert_line_names("\n".join(task.notes()), "2 of 4", "second copy")
+
+
+def test_a_question_without_documents_does_not_decide_what_a_file_is(
+    tmp_path: Path,
+) -> None:
+    of_log = {"question": "1?", "documents": [{"id": "x", "text": "a"}] * 2}
+    own = {"question": "1?", "items": ["a", "b"], "gold": 0, "answers": ["a"]}
+    for row, key, is_log in ((of_log, "documents", True), (own, "items", False)):
+        file = write_lines(tmp_path / "a.jsonl", {**row, key: []}, row, row)
+        assert holds_log(file) == is_log
 
 
 @pytest.mark.parametrize("make", [retrieval_log, own_data])
