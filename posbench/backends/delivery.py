@@ -31,6 +31,8 @@ SMALL_CHARACTERS = 200
 """Characters of the shorter of two counted texts that every server reads whole."""
 SHORT_CHARACTERS = 1500
 """Characters of a text that every server reads whole: the longer counted one, and the first searched for values."""
+REFUSED = "the server refuses the longest one ({}), and what it refuses gets no answer: ask with fewer or shorter items"
+"""Why delivery could not be checked where a text was refused."""
 LIMIT_PRECISION = ((100_000, 64), (float("inf"), 16))
 """(longest prompt in characters, n): the limit is found to one part in n, coarser for long, costly prompts."""
 NOTE_CHARACTERS = 120
@@ -126,16 +128,13 @@ def check_delivery(ask: Ask, text: str) -> Delivery:
         return _Counts(ask).check(text)
     except _Rejected as rejection:
         # Prompts that are refused have no score; none is shortened in silence.
-        return Delivery(unchecked=f"the server refuses the longest one ({rejection})")
+        return Delivery(unchecked=REFUSED.format(rejection))
     except _NotCounted as error:
         reason = str(error)
     try:
         return _Values(ask, text).check(len(text), reason)
     except _Rejected as rejection:
-        return Delivery(
-            is_counted=False,
-            unchecked=f"the server refuses the longest one ({rejection})",
-        )
+        return Delivery(is_counted=False, unchecked=REFUSED.format(rejection))
 
 
 def bracket(characters: int) -> int:
