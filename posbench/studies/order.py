@@ -443,7 +443,8 @@ class OrderStudy(Study):
         """See :meth:`Study.glance`: the policy to use, or the one with the largest gain."""
         policies = tables["policies"]
         changed = policies[policies["name"] != AS_RETRIEVED]
-        raced = changed[~changed["same_as"].astype(bool)]
+        same_as = changed["same_as"]
+        raced = changed[same_as.isna() | (same_as == "")]
         others = changed[changed["missing"].fillna(0.0) <= MAX_MISSING]
         others = others.dropna(subset="difference")
         unread = raced[raced["missing"] > MAX_MISSING]["name"]

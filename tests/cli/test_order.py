@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from posbench.cli.order import order_glance
@@ -18,6 +19,7 @@ from posbench.studies.order import OrderStudy
 from posbench.tasks import Example
 from posbench.tasks.logs import read
 from tests.conftest import Result
+from tests.messages import assert_names
 from tests.readers import CURVES, reading, reply_of, write_log
 from tests.report.test_explorer import data_of
 
@@ -520,3 +522,24 @@ def test_the_right_policy_in_18_of_20_seeds(
         )
     assert num_right >= (19 if is_flat else 18)
     assert num_covered >= 18
+
+
+def test_policies_that_no_reply_was_read_under_are_named() -> None:
+    columns = {"difference_low": -20.0, "difference_high": 20.0, "n": 9, "use": False}
+    rows = [
+        {"name": "as_retrieved", "difference": 0.0, "missing": 0.0, "same_as": None},
+        {"name": "best_last", "difference": -5.0, "missing": 0.0, "same_as": None},
+        {"name": "prompt_twice", "difference": None, "missing": 1.0, "same_as": None},
+        {"name": "reversed", "difference": -5.0, "missing": 0.0, "same_as": "best_last"},
+    ]  # fmt: skip
+    table = pd.DataFrame([columns | row for row in rows])
+    glance = OrderStudy().glance({"policies": table})
+    assert glance is not None
+    # Nothing is the best of those that gain nothing; intervals hold for the two that were raced.
+    assert_names(glance.sentence, "none")
+    assert "best_last" not in glance.sentence
+    assert_names(glance.rule, "all 2 policies")
+    assert_names(glance.details, "prompt_twice")
+    unread = table[table["name"].isin(["as_retrieved", "prompt_twice"])]
+    glance = OrderStudy().glance({"policies": unread})
+    assert glance is not None and glance.word == "cannot tell"
