@@ -356,7 +356,7 @@ def _next(facts: Mapping[str, Any]) -> str:
         return str(facts["step"])
     needed = facts["needed_questions"]
     if needed and needed > facts["questions"]:
-        return f"once the log holds about {needed:,} questions"
+        return f"once the log holds about {needed:,} questions with a reference"
     if not facts.get("stopped", True):
         return "once the log holds more questions: these are used up"
     return "resumes and repeats nothing that is there; a larger budget goes on"

@@ -371,10 +371,11 @@ class OrderStudy(Study):
             message = "order: no reference answers: it is measured how many replies change, and no policy is judged"
         else:
             least = detectable_difference(questions, num_policies)
-            message = (
-                f"order: {questions} questions, {num_policies} policies against {AS_RETRIEVED}; a gain of about "
-                f"{100 * least:.0f} points would be detected (where one answer in ten changes)"
-            )
+            detected = "too few to detect any gain"
+            if least < 1:
+                points = f"about {100 * least:.0f} points"
+                detected = f"a gain of {points} would be detected (where one answer in ten changes)"
+            message = f"order: {questions} questions, {num_policies} policies against {AS_RETRIEVED}; {detected}"
         if left_out:
             message += f"; {left_out} prompts without a reference are not asked"
         run.console.print(message, soft_wrap=True, markup=False, highlight=False)
