@@ -106,6 +106,14 @@ def unsynced() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def quick_retries() -> Iterator[None]:
+    """Repeat a request that failed at once: the pauses of five failures are 15 seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("posbench.backends.served.FIRST_RETRY_SECONDS", 0.01)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def checked_glances() -> Iterator[None]:
     """Check every first look at a result that any test makes, of all studies, sweeps and diagnoses."""
     create = Glance.__init__

@@ -82,9 +82,8 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pause before a request is repeated."""
-    monkeypatch.setattr("posbench.backends.served.FIRST_RETRY_SECONDS", 0.01)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key of the machine."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

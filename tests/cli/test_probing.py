@@ -28,8 +28,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pause before a request is repeated."""
-    monkeypatch.setattr("posbench.backends.served.FIRST_RETRY_SECONDS", 0.01)
+    """No key of the machine, and the first pause where a server is busy."""
     monkeypatch.setattr("posbench.backends.pacing.FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
