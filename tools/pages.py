@@ -580,7 +580,8 @@ def _experiment_cells(
     else:
         status = "not run"
     if entry and entry.results:
-        command = re.sub(r" runtime\.outputs=\S+", "", entry.command)
+        first = entry.command.partition("\n")[0]
+        command = re.sub(r" runtime\.outputs=\S+", "", first)
         status = _run_status(entry)
         wall_minutes = _wall_minutes(entry)
         if wall_minutes is not None:
@@ -665,7 +666,8 @@ def _entry_text(entry: Entry, images: str) -> str:
     texts += entry.faults
     texts += [_figure_text(entry, panel, images) for panel in _shown_panels(entry)]
     if entry.command:
-        texts.append(f"`{entry.command}`; {entry.origin}{_took(entry)}.")
+        commands = ", ".join(f"`{command}`" for command in entry.command.splitlines())
+        texts.append(f"{commands}; {entry.origin}{_took(entry)}.")
     return "\n\n".join(texts)
 
 

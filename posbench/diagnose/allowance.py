@@ -9,6 +9,8 @@ from posbench.run.progress import duration
 
 DEFAULT_BUDGET = "10min"
 """Budget of a diagnosis whose command names none."""
+LARGER_FACTOR = 3.0
+"""Factor on a budget that was too small."""
 
 
 class Counts(NamedTuple):
@@ -117,7 +119,7 @@ class Allowance:
             return Budget(f"{left:.0f}tok", tokens=max(int(left), 1))
         return Budget(f"{left:.0f}prompts", prompts=max(int(left), 1))
 
-    def larger(self, factor: float = 3) -> str:
+    def larger(self, factor: float = LARGER_FACTOR) -> str:
         """A larger budget, as it is typed."""
         size = factor * self.budget.size
         if self.budget.seconds is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from posbench.backends.base import text_encoder
-from posbench.diagnose.allowance import Allowance
+from posbench.diagnose.allowance import LARGER_FACTOR, Allowance
 from posbench.diagnose.outcome import (
     Pilot,
     best_place_in_prompt,
@@ -505,7 +505,7 @@ class Course:
     def _prompts(self) -> None:
         """Race the changes of the prompt on the same task, which any model can be asked under."""
         diagnosis = self.diagnosis
-        if any(key.startswith("method") for key in self.runs.typed_keys):
+        if self._is_method_typed:
             return  # the user asks about one method
         if self.allowance.budget.prompts:
             # A study of replies ends by time, tokens or money.
@@ -534,6 +534,11 @@ class Course:
             diagnosis.prompt_changes_note = refusal
             return
         diagnosis.prompt_changes = read_json(folder / VERDICT_FILE)
+
+    @property
+    def _is_method_typed(self) -> bool:
+        """Whether the user asks about one method."""
+        return any(key.startswith("method") for key in self.runs.typed_keys)
 
     def _run_study(
         self, part: str, overrides: Sequence[str], questions: int, **choices: Any
@@ -701,10 +706,12 @@ class Course:
             return shlex.join(["posbench", *map(without_typed_secrets, with_change)])
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             # Of a server the changes of the prompt are all that a user can try.
-            if self.allowance.budget.prompts:
-                typed = [a for a in self.args if key_of(a) != "runtime.yes"]
-                study = ["posbench", *PROMPT_OVERRIDES, *typed]
-                return shlex.join(map(without_typed_secrets, study))
+            if self.allowance.budget.prompts and not self._is_method_typed:
+                questions = self.sizes.typed_limit(PROMPT_QUESTIONS)
+                study = [*PROMPT_OVERRIDES, *self._three_positions(questions)]
+                overrides = self.runs.overrides(study, method=None, stages="study")
+                kept = [a for a in overrides[:-1] if key_of(a) != "runtime.yes"]
+                return shlex.join(["posbench", *map(without_typed_secrets, kept)])
             if changes and changes["verdict"] != CANNOT_TELL:
                 return ""
             return self._command_with_more_questions()
@@ -750,7 +757,7 @@ class Course:
         task = self.runs.task
         available = self.sizes.available_questions
         is_all_asked = diagnosis.shape and available <= diagnosis.shape.questions
-        if not needed and self._is_short_of_budget(is_all_asked=bool(is_all_asked)):
+        if not needed and self._is_short_of_budget():
             return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
         if is_all_asked:
             file = getattr(task, "path", task.name)
@@ -768,18 +775,18 @@ class Course:
             typed = shlex.join([*command, f"task.limit={needed}"])
         return f"{typed} budget={self._budget_for(needed)}"
 
-    def _is_short_of_budget(self, is_all_asked: bool) -> bool:
-        """Whether a larger budget would ask more than this one.
-
-        Args:
-            is_all_asked: Whether the data hold no more questions.
-        """
+    def _is_short_of_budget(self) -> bool:
+        """Whether a larger budget would ask more than this one."""
         allowance = self.allowance
-        if not allowance.is_time:
-            return allowance.spent > HALF_SPENT * allowance.budget.size
-        # The race of methods asks more prompts in more time, if the data hold them.
-        seconds = sum(self.runs.seconds_of_run.values())
-        return not is_all_asked or seconds > HALF_SPENT * allowance.budget.size
+        spent = allowance.spent
+        if allowance.is_time:
+            spent = sum(self.runs.seconds_of_run.values())
+            sizes = self.sizes
+            is_raced = self.runs.has_checkpoint and not self.runs.task.files()
+            # The race of methods asks more prompts in more time.
+            if is_raced and sizes.race_prompts(LARGER_FACTOR) > sizes.race_prompts():
+                return True
+        return spent > HALF_SPENT * allowance.budget.size
 
     def _budget_for(self, questions: int) -> str:
         """Return a budget, at least this one, in which ``questions`` at each position decide the shape."""

@@ -372,7 +372,9 @@ def best_place_in_prompt(scores: Array, positions: Sequence[int]) -> str:
     # Where all answers are right at the place, the differences vary too little to tell how sure that is.
     questions = [str(number) for number in range(len(there))]
     means = [mean(there, questions), mean(others, questions)]
-    gain = combined(means, (1, -1), len(there))
+    vary = there.std() > 0 and others.std() > 0
+    correlation = float(np.corrcoef(there, others)[0, 1]) if vary else 0.0
+    gain = combined(means, (1, -1), len(there), correlation)
     if gain.ci_low <= 0:
         return ""
     return (

@@ -153,7 +153,7 @@ def glance(diagnosis: Diagnosis) -> Glance:
         sentence,
         numbers,
         step,
-        PURPOSES.get(name, "") if step.startswith("posbench ") else "",
+        _purpose(name, step),
         diagnosis.headline,
         sample=sample,
         rule=rule,
@@ -175,6 +175,13 @@ def _held_back_sentence(diagnosis: Diagnosis, sentence: str) -> str:
     effect = sentence.replace(f"the position bias of {diagnosis.model}", "that bias")
     effect = effect.partition(";")[0].removesuffix(".")
     return first_short(f"{bias}; tried on held-back questions, {effect}.", plain)
+
+
+def _purpose(verdict: str, step: str) -> str:
+    """What the next command does; empty where the step is no command."""
+    if "study=order" in step.split():
+        return "compares changes of the prompt on these questions"
+    return PURPOSES.get(verdict, "") if step.startswith("posbench ") else ""
 
 
 def _metrics(run: str | None) -> pd.DataFrame | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posbench import paths
-from posbench.diagnose.allowance import DEFAULT_BUDGET
 from posbench.diagnose.outcome import Remedy, none_of
 from posbench.diagnose.race import (
     FIRST_ROUND,
@@ -23,7 +22,13 @@ from posbench.diagnose.race import (
     winner_of,
 )
 from posbench.diagnose.runs import Runs
-from posbench.diagnose.sizes import END_SHARES, LAST_SHARE, ROUND_QUESTIONS, Sizes
+from posbench.diagnose.sizes import (
+    END_SHARES,
+    LAST_SHARE,
+    RACE_PROMPTS,
+    ROUND_QUESTIONS,
+    Sizes,
+)
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash
 from posbench.files.parse import CORRECT_FILE, read_yaml
@@ -33,7 +38,6 @@ from posbench.model.lm import LM
 from posbench.pipeline.arguments import read_flags
 from posbench.pipeline.identity import identity, run_contents
 from posbench.report.folder import read_csv
-from posbench.run.budget import Budget
 from posbench.run.folder import RunDir
 from posbench.run.lease import owning
 from posbench.run.progress import duration, progress
@@ -50,8 +54,6 @@ from posbench.stats.verdict import (
 from posbench.tasks import Example
 from posbench.tasks.items import GoldPositionTask
 
-RACE_PROMPTS = 48
-"""Calibration prompts of the race, in a default budget."""
 HELD_BACK = 75
 """Held-back questions at each position, where data and time allow; from 73 on, all right surely means over 95 %."""
 MIN_HELD_BACK = 30
@@ -284,18 +286,21 @@ class Remedies:
             UserError: The task has too few calibration questions.
         """
         assert self.diagnosis.shape is not None, "without a bias there is no race"
-        num_prompts = self._race_prompts()
-        typed_count = self.runs.typed_number("task.calibration_examples")
-        if typed_count:
-            num_prompts = min(num_prompts, typed_count)
         of_shape = self.diagnosis.shape.questions
+        most_prompts = self.sizes.race_prompts()
+        fewest_prompts = min(most_prompts, RACE_PROMPTS)
         split = None
         # A file may hold too few questions for both.
-        for most in (max(of_shape, HELD_BACK), max(of_shape, MIN_HELD_BACK)):
+        for held_back, num_prompts in (
+            (max(of_shape, HELD_BACK), most_prompts),
+            (max(of_shape, MIN_HELD_BACK), most_prompts),
+            (max(of_shape, MIN_HELD_BACK), fewest_prompts),
+        ):
             with suppress(UserError):
-                split = self._split(num_prompts, self.sizes.typed_limit(most))
+                split = self._split(num_prompts, self.sizes.typed_limit(held_back))
                 break
-        split = split or self._split(num_prompts, self.sizes.typed_limit(MIN_HELD_BACK))
+        limit = self.sizes.typed_limit(MIN_HELD_BACK)
+        split = split or self._split(fewest_prompts, limit)
         random.Random(0).shuffle(split.examples)
         return split
 
@@ -311,14 +316,6 @@ class Remedies:
             self.runs.task, limit=num_held_back, calibration_examples=num_prompts
         )
         return RaceSplit(task.examples("calibration"), num_held_back)
-
-    def _race_prompts(self) -> int:
-        """Calibration prompts of the race: more in more time."""
-        seconds = self.allowance.budget.seconds
-        if seconds is None:
-            return RACE_PROMPTS
-        default = Budget.parse(DEFAULT_BUDGET).size
-        return round(RACE_PROMPTS * max(seconds / default, 1.0))
 
     def _choices(
         self, num_held_back: int

@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from posbench.backends.base import text_encoder
+from posbench.diagnose.allowance import DEFAULT_BUDGET
 from posbench.diagnose.runs import Runs
 from posbench.measure.replies import encode_prompt
 from posbench.model.encode import Encoder
 from posbench.pipeline.served import ASSUMED_TOKENS_PER_CHARACTER, REPLY_OVERHEAD_TOKENS
+from posbench.run.budget import Budget
 from posbench.schema import MAX_COUNT
 from posbench.tasks.base import num_questions
 
@@ -25,6 +27,8 @@ END_SHARES = {
     "remedies": 0.88,
 }
 """Largest share of the budget spent by the end of each part; the rest is for held-back questions."""
+RACE_PROMPTS = 48
+"""Calibration prompts of the race of methods, in a default budget."""
 LAST_SHARE = 0.95
 """Share of the budget that is spent when the last question is answered."""
 
@@ -58,6 +62,20 @@ class Sizes:
         """Largest number of questions at each position of the shape: the typed limit, else :data:`MAX_QUESTIONS`."""
         limit = self.runs.typed_number("task.limit") or MAX_QUESTIONS
         return min(limit, self.available_questions)
+
+    def race_prompts(self, factor: float = 1.0) -> int:
+        """Calibration prompts of the race of methods, if the data hold them: more in more time.
+
+        Args:
+            factor: Of the budget.
+        """
+        seconds = self.allowance.budget.seconds
+        count = RACE_PROMPTS
+        if seconds is not None:
+            default = Budget.parse(DEFAULT_BUDGET).size
+            count = round(RACE_PROMPTS * max(factor * seconds / default, 1.0))
+        typed = self.runs.typed_number("task.calibration_examples")
+        return min(count, typed) if typed else count
 
     def affordable(
         self, part: str, most: int, prompts_per_question: int, in_process: bool = False

@@ -214,8 +214,9 @@ class Entry:
 
     @property
     def command(self) -> str:
-        """The command that makes the first result."""
-        return open_run_dir(self.results[0].folder).command if self.results else ""
+        """The commands that make the results, one a line."""
+        commands = [open_run_dir(result.folder).command for result in self.results]
+        return "\n".join(dict.fromkeys(filter(None, commands)))
 
     @cached_property
     def origin(self) -> str:

@@ -138,7 +138,7 @@ def run_glance(folder: Path) -> Glance:
         found = measured_glance(folder)
     if found.next:
         named = {arg.partition("=")[0] for arg in shlex.split(found.next)}
-        subject = [a for a in _subject(run, config) if a.partition("=")[0] not in named]
+        subject = [a for a in _subject(run, config) if _key_of(a) not in named]
         purpose = found.purpose
         task = _group(config, "task")
         if "method" in named:
@@ -830,7 +830,7 @@ def _step_after_scores(
         return " ".join(words), "asks the same questions under every remedy"
     others = _without(subject, "task.limit")
     limit = _group(config, "task").get("limit")
-    method = _method_as_typed(run, name) if is_method_open else None
+    method = _method_as_typed(run, config, name) if is_method_open else None
     if limit and method is not None:
         words = ["posbench", *method, *others, f"task.limit={MORE_QUESTIONS * limit}"]
         return " ".join(words), f"asks {MORE_QUESTIONS} times as many questions"
@@ -875,10 +875,14 @@ def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
     # The jobs of a sweep share its command.
     if _is_sweep(args):
         chosen |= {key for key, arg in typed.items() if _is_swept(arg)}
-    for key in sorted(chosen):
-        group, _, name = key.partition(".")
-        if name in _group(config, group):
-            typed[key] = f"{key}={override_text(config[group][name])}"
+    for key in sorted(chosen - {"model", "task"}):
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        override = typed.pop(key, "")
+        if value is not None:
+            added = "+" * (len(override) - len(override.lstrip("+")))
+            typed[key] = f"{added}{key}={override_text(value)}"
     for group in ("model", "task"):
         named = _group(config, group).get("name")
         is_choice = paths.find_choice(group, str(named), folders) is not None
@@ -923,22 +927,38 @@ def _is_swept(override: str) -> bool:
     return "," in value or value in SWEEP_FUNCTIONS
 
 
-def _method_as_typed(run: RunDir, name: str) -> list[str] | None:
+def _method_as_typed(
+    run: RunDir, config: Mapping[str, Any], name: str
+) -> list[str] | None:
     """The method of a run as the overrides of another command; None where the command named several.
 
-    It is as typed, or with the constants that the run found.
+    It is as typed, or with the constants that the run found, or that of its experiment.
     """
     if (run.path / FOUND_FILE).is_file():
         return [f"method=from:{name}"]
     args = shlex.split(str(run.facts(PROVENANCE).get("command", "")))
     if _is_sweep(args):
         return None
+    node = _group(config, "method")
+    if "experiment" in config and not any(re.match(r"method[.=]", a) for a in args):
+        # The experiment chose it.
+        values = {k: v for k, v in node.items() if k != "_target_" and v is not None}
+        if "parts" in values or "name" not in values:
+            return None
+        words = [f"method={values.pop('name')}"]
+        words += [f"method.{key}={override_text(v)}" for key, v in values.items()]
+        return list(map(shlex.quote, words))
     return [shlex.quote(arg) for arg in args if re.match(r"method[.=]", arg)]
 
 
 def _without(overrides: Sequence[str], key: str) -> list[str]:
     """The overrides without that of a key."""
-    return [override for override in overrides if not override.startswith(f"{key}=")]
+    return [override for override in overrides if _key_of(override) != key]
+
+
+def _key_of(override: str) -> str:
+    """The key that an override sets, which may be quoted for a shell."""
+    return override.lstrip("+~'").partition("=")[0]
 
 
 # Numbers

@@ -493,8 +493,9 @@ def _scores_glance(
         f"the average runs from {100 * worst.average.value:.1f} % ({worst.name}) "
         f"to {100 * best.average.value:.1f} % ({best.name})"
     )
-    if len(scored) == 1:
-        on_average = f"the average is {100 * best.average.value:.1f} % ({best.name})"
+    if worst is best:
+        where = f"in all {len(scored)}" if len(scored) > 1 else f"({best.name})"
+        on_average = f"the average is {100 * best.average.value:.1f} % {where}"
     count = f"{len(scored)} settings" if len(scored) > 1 else "1 setting"
     sentences = [
         f"Over {count} of {label}, {on_average}.",
@@ -513,9 +514,11 @@ def _scores_glance(
             f"the position bias runs from {100 * least.bias.value:z.1f} points ({least.name}) "
             f"to {100 * most.bias.value:z.1f} ({most.name})"
         )
-        if least is most:
+        if len(biased) == 1:
             alone = " in the one where it could be measured" * (len(scored) > 1)
             biases = f"the position bias is {100 * least.bias.value:z.1f} points{alone} ({least.name})"
+        elif least is most:
+            biases = f"the position bias is {100 * least.bias.value:z.1f} points in all {len(biased)} that measured it"
         sentences = [
             f"Over {count} of {label}, {biases}, and {on_average}.",
             f"Over {count} of {label}, {biases}.",

@@ -220,10 +220,12 @@ class NQMultiDoc(GoldPositionTask):
         lists = [
             line["ctxs"] for _, line in lines if isinstance(line.get("ctxs"), list)
         ]
-        most = max(map(len, lists), default=0)
-        if self.prompt not in ("closed_book", "oracle") and 1 < most < self.documents:
+        counts = [len(documents) for documents in lists if len(documents) > 1]
+        most = max(counts, default=self.documents)
+        if self.prompt not in ("closed_book", "oracle") and most < self.documents:
             allowed = f"at most {most}: no question of {file} has more documents"
-            refuse("documents", self.documents, allowed, f"set task.documents={most}")
+            hint = f"set task.documents={min(counts)}"
+            refuse("documents", self.documents, allowed, hint)
         return file, lines
 
     def _calibration(self, lines: list[Row], start: int, count: int) -> list[Example]:

@@ -467,25 +467,60 @@ def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> No
     assert course._next_command() == f"add questions to {data}: it has 30"
 
 
+def undecided_course(*args: str, budget: str = "10min", spent: float = 30.0) -> Course:
+    """A course of a bias that a method may remove, whose runs took these seconds."""
+    course = make_course(*args)
+    course.allowance.budget = Budget.parse(budget)
+    course.diagnosis.verdict = "bias"
+    course.diagnosis.remedies = [Remedy("scale_channel", Estimate(0.2, -0.3, 0.7, 12))]
+    course.runs.seconds_of_run["shape"] = spent
+    return course
+
+
+@pytest.mark.parametrize(
+    ("args", "budget", "spent", "asks_more"),
+    [
+        ((), "10min", 30.0, True),
+        # The race has its smallest size up to ten minutes, or the one that was typed.
+        ((), "2min", 30.0, False),
+        ((), "2min", 100.0, True),
+        (("task.calibration_examples=20",), "10min", 30.0, False),
+        (("task.calibration_examples=20",), "10min", 400.0, True),
+    ],
+)
 def test_a_larger_budget_is_asked_for_only_where_it_would_ask_more(
-    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...], budget: str, spent: float, asks_more: bool
 ) -> None:
-    course = make_course("model=tiny")
-    diagnosis = course.diagnosis
-    diagnosis.verdict = "bias"
-    diagnosis.remedies = [Remedy("scale_channel", Estimate(0.2, -0.3, 0.7, 12))]
-    # Of ten minutes half a minute; the race asks more prompts in more time.
-    course.runs.seconds_of_run["shape"] = 30.0
-    assert course._next_command().endswith("budget=30min")
-    monkeypatch.setitem(vars(course.sizes), "available_questions", 30)
+    course = undecided_course("model=tiny", *args, budget=budget, spent=spent)
+    following = course._next_command()
+    assert bool(following) == asks_more
+    sizes = course.sizes
+    if asks_more and spent < 60:
+        larger = Budget.parse(following.rpartition("budget=")[2])
+        now = sizes.race_prompts()
+        course.allowance.budget = larger
+        assert sizes.race_prompts() > now
+
+
+def test_a_race_has_fewer_prompts_where_the_file_has_no_more(tmp_path: Path) -> None:
+    document = {"title": "title", "text": "text", "isgold": False}
+    documents = [document | {"isgold": True}, *[document] * 9]
+    rows = [
+        {"question": f"question {n}", "answers": ["yes"], "ctxs": documents}
+        for n in range(120)
+    ]
+    data = tmp_path / "nq.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    task = NQMultiDoc(path=str(data), limit=20, documents=10, positions=(0, 4, 9))
+    course = undecided_course("model=tiny", budget="30min")
+    course.runs.config = replace(course.runs.config, task=task)
+    assert course.sizes.race_prompts() == 144
+    assert len(remedies_of(course)._split_for_race().examples) == 48
+    # More time would race no more of them.
+    assert course._next_command() == ""
+    assert course.diagnosis.shape is not None
+    course.diagnosis.shape = replace(course.diagnosis.shape, questions=120)
     assert course._next_command().startswith("add questions to ")
-    course.runs.seconds_of_run["shape"] = 400.0
-    assert course._next_command().endswith("budget=30min")
-    # Prompts are counted, and their number has room for more.
-    course.allowance.budget = Budget.parse("500prompts")
-    for prompts, step in ((100, "add questions"), (480, "posbench diagnose")):
-        course.allowance.prompts = prompts
-        assert course._next_command().startswith(step)
 
 
 def prepared(*args: str) -> list[Config]:

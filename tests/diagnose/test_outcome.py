@@ -219,6 +219,15 @@ def test_the_place_is_measured_on_questions_that_did_not_choose_it() -> None:
         noise = np.random.default_rng(0).random((400, questions, 9)) < share
         found = [bool(best_place_in_prompt(1.0 * rows, range(9))) for rows in noise]
         assert np.mean(found) < 0.06
+    # Of questions that are easy or hard everywhere, the place is found by what differs within them.
+    rng = np.random.default_rng(0)
+    shares = np.array([0.95, 0.7, 0.7, 0.7, 0.7])
+    found = []
+    for _ in range(100):
+        is_easy = rng.random((80, 1)) < 0.5
+        rows = is_easy & (rng.random((80, 5)) < shares)
+        found.append(best_place_in_prompt(1.0 * rows, range(5)))
+    assert np.mean([text.startswith("put what matters first") for text in found]) > 0.8
     assert not best_place_in_prompt(scores[:2], [0, 5, 9])
 
 

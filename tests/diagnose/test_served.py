@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from posbench.pipeline.compose import compose
+from posbench.pipeline.prepare import prepare
 from posbench.report.folder import read_csv
 from posbench.stats.verdict import run_verdict
 from tests.conftest import Result
@@ -71,12 +73,17 @@ def test_a_planted_primacy_is_found_and_nothing_is_said_of_the_inside(
     outputs: Path,
 ) -> None:
     server.answer = reader(lambda position: position == 0)
-    result, found = diagnose()
+    result, found = diagnose("budget=600prompts")
     assert result.status == 0, result.err
     assert (found["verdict"], found["shape"]["name"]) == ("bias", "primacy")
     assert found["source"] is None and not found["remedies"]
     # What someone with an address alone can do: no checkpoint to look into.
     assert "DIR" not in found["next"] and "model=" not in found["next"]
+    # A budget of prompts does not limit the changes of the prompt, which the next command compares.
+    following = shlex.split(found["next"])[1:]
+    assert "study=order" in following
+    (job,) = compose(following).composed
+    assert prepare(job).config.task.limit == 40
     assert found["model"] == "fake"
     (page,) = outputs.glob("diagnose/*/report.html")
     words = html.unescape(" ".join(re.sub("<[^>]*>", " ", page.read_text()).split()))

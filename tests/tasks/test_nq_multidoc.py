@@ -273,8 +273,10 @@ def test_a_file_with_fewer_documents_names_their_number(tmp_path: Path) -> None:
     file = tmp_path / "few.jsonl"
     lines = [json.dumps({**row, "ctxs": row["ctxs"][:n]}) for n in (3, 4)]
     file.write_text("\n".join(lines))
-    with refused("task.documents", 20, hint="task.documents=4"):
+    with refused("task.documents", 20, hint="task.documents=3"):
         _task(file, 1).examples("evaluation")
+    few = _task(file, 2, documents=3, positions=(0, 2)).examples("evaluation")
+    assert len(few) == 4
     assert len(_task(file, 1, prompt="oracle").examples("evaluation")) == 1
 
 
