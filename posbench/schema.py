@@ -252,16 +252,28 @@ def resolve_target(
     try:
         module, _, name = str(path).rpartition(".")
         cls = getattr(importlib.import_module(module), name)
+    except SyntaxError as error:
+        allowed = f"a module that Python can read ({error.msg})"
+        hint = f"correct {error.filename}, line {error.lineno}"
+        raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     except (ImportError, AttributeError, ValueError) as error:
         allowed = "the import path of a class"
         hint = f"check conf/{prefix}/*.yaml ({error})"
         own = module.partition(".")[0] != "posbench"
         if isinstance(error, ModuleNotFoundError) and own:
+            hint = f"install what {module}.py imports ({error})"
+        is_lost = isinstance(error, ModuleNotFoundError) and module.startswith(
+            str(error.name)
+        )
+        if is_lost and own:
             hint = f"your own {module}.py is not found: install its plug-in, or add --config-dir DIR, which holds it"
         raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
+    if not hasattr(cls, "__dataclass_fields__"):
+        hint = "put @dataclass(frozen=True, kw_only=True) in front of it"
+        raise UserError(f"{prefix}._target_", str(path), "a dataclass", hint)
     if isabstract(cls):
         missing = sorted(cls.__abstractmethods__)  # type: ignore[attr-defined]
         allowed = f"a class that defines {', '.join(missing)}"

@@ -372,7 +372,7 @@ def _doubt(metrics: pd.DataFrame, base: str, method: str, model: str) -> str:
     if note.startswith("at the floor"):
         return f"{method} lifts {model} off the floor of the task, where no bias shows to compare with."
     if note.startswith("at the ceiling"):
-        return f"{model} is at the ceiling: it answers nearly all right, so this task cannot show a position bias."
+        return f"{model} is at the ceiling: it answers nearly all right, so this task can hardly show a position bias."
     n = max(rows_at_positions(metrics)["n"], default=0)
     if not method or note or not _has_bias(metrics, base):
         return f"{_questions(n)} at each position cannot tell whether {model} has a position bias."
@@ -519,6 +519,14 @@ def measured_glance(folder: Path) -> Glance:
         facts = {str(name): value for name, value in gains.iloc[0].items()}
         return gain_glance(facts, details)
     study = read_json(folder / "study.json") or {}
+    if study:
+        nothing = Glance(
+            "measured",
+            "open",
+            "This study judges no claims: its numbers are in its tables and figures.",
+        )
+    else:
+        nothing = NOTHING
     for table in study_tables(folder, study.get("tables", ())).values():
         for column, (phrase, unit) in TIME_PHRASES.items():
             rows = _timed_rows(table, column)
@@ -536,7 +544,7 @@ def measured_glance(folder: Path) -> Glance:
                 sentence = f"{len(rows)} ways were timed: {span} of what they are compared with."
             sentence = first_short(sentence, f"{len(rows)} ways were timed.")
             return Glance("measured", "open", sentence, numbers, details=details)
-    return NOTHING
+    return nothing
 
 
 def gain_glance(facts: Mapping[str, Any], details: str) -> Glance:

@@ -116,7 +116,7 @@ def summary_line(facts: Mapping[str, Any]) -> str:
         facts: A row of ``held_back.csv``.
     """
     if not was_checked(facts):
-        reason = f"it takes {MIN_QUESTIONS} questions, and fewer are left"
+        reason = f"it takes {MIN_QUESTIONS} questions, and search.held_back or the data give fewer"
         return f"what was found is not checked on held-back prompts: {reason}"
     smallest = _smallest_gain(facts)
     if not shows_no_gain(facts):

@@ -327,11 +327,12 @@ class Remedies(TimingStudy):
         if best["verdict"] == HELPS:
             return glance
         undecided = (raced["verdict"] == CANNOT_TELL).any()
+        best_is = f"; the best is {name}, {effect}" if best["difference"] > 0 else ""
         return replace(
             glance,
             word="none helps for sure",
             tone="open" if undecided else "bad",
-            sentence=f"No remedy raises the average for sure; the best is {name}, {effect}.",
+            sentence=f"No remedy raises the average for sure{best_is}.",
             next="",
             purpose="",
         )

@@ -358,6 +358,35 @@ def test_a_typed_channel_is_the_only_one_searched(
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "target", "allowed", "hint"),
+    [
+        ("def x(:", "broken_one.Own", "invalid syntax", "line 1"),
+        ("import absent_package", "broken_two.Own", "import path", "absent_package"),
+        (
+            "from pathlib import Path",
+            "broken_three.Path",
+            "subclass",
+            "CONTRIBUTING.md",
+        ),
+    ],
+)
+def test_a_mistake_in_ones_own_module_is_one_line(
+    code: str,
+    target: str,
+    allowed: str,
+    hint: str,
+    posbench: Callable[..., Result],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / f"{target.split('.')[0]}.py").write_text(code)
+    (tmp_path / "method" / "own.yaml").write_text(f"_target_: {target}\n")
+    result = posbench("--config-dir", str(tmp_path), "method=own", "model=tiny")
+    assert result.status == 2
+    assert_refused(result.err, "method._target_", target, allowed=allowed, hint=hint)
+
+
 def test_a_users_own_method_and_a_chat_template_move_the_hash(
     posbench: Callable[..., Result],
     small: list[str],
