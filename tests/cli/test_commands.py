@@ -366,8 +366,8 @@ def test_a_typed_channel_is_the_only_one_searched(
         (
             "from pathlib import Path",
             "broken_three.Path",
-            "subclass",
-            "CONTRIBUTING.md",
+            "a dataclass",
+            "dataclass",
         ),
     ],
 )
