@@ -321,7 +321,7 @@ class Remedies(TimingStudy):
             shlex.join(["posbench", f"method={_typed(name)}"]),
             "measures what it leaves of the position bias",
             details,
-            sample=f"{best['n']:.0f} prompts{among}",
+            sample=f"{best['n']:.0f} questions{among}",
             rule="The change is paired, prompt by prompt, and its interval holds for all remedies together.",
         )
         if best["verdict"] == HELPS:
