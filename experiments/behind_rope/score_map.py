@@ -202,10 +202,7 @@ class ScoreMap(Sampled):
         first = tables["layers"].iloc[0]
         later = tables["layers"].iloc[1:]
         near_keys = _near_keys(first, later)
-        beyond, size = _beyond_distance(first, later), _normalised_size(later)
-        if beyond.verdict != "holds" and size.verdict == "holds":
-            size = size.not_testable("whether there is such a part is not sure")
-        of_rope = [beyond, size]
+        of_rope = [_beyond_distance(first, later), _normalised_size(later)]
         if tables["layers"]["rotated"].any():
             return [near_keys.not_testable(NEEDS_NO_ROPE), *of_rope]
         return [near_keys, *(finding.not_testable(NEEDS_ROPE) for finding in of_rope)]
