@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -569,6 +570,10 @@ def recorded_config(folder: Path) -> Config:
     # The same config must still lead to this folder, else its rows would not be reproduced.
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
+        if not re.fullmatch(r"v\d+", folder.parent.name):
+            allowed = "a run in its place below an outputs folder: TASK/v001/NAME"
+            hint = "copy it with these folders around it"
+            raise UserError("RUN", str(folder), allowed, hint)
         allowed = (
             "a run of this code with these libraries and files, on this kind of device"
         )
