@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.late import Tensor, pd, torch
 from posbench.measure.replies import encode_with_answer
@@ -118,6 +119,10 @@ class GradientSearch(ScaleSearch):
 
         unmodified = (1.0,) * lm.layers
         trained = tuple(scales.tolist())
+        if not all(1e-6 < scale <= 1e6 for scale in trained):
+            allowed = f"a rate under which all scales stay above 0 (the least is {min(trained):g})"
+            hint = f"set search.learning_rate={self.learning_rate / 10:g}"
+            raise UserError("search.learning_rate", self.learning_rate, allowed, hint)
         # Accuracy of the result, by generated replies.
         scores = Scores(
             self, np.array(positions), make_evaluator(lm, run.task, examples)

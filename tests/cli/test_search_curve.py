@@ -20,6 +20,7 @@ from posbench.model.lm import LM
 from posbench.search.genetic import GeneticSearch
 from posbench.search.gradient import answer_loss
 from tests.conftest import Result, run_folders
+from tests.messages import assert_refused
 from tests.rounding import assert_same, embedded_noise, log_probabilities
 
 GENETIC = [
@@ -57,6 +58,15 @@ GRADIENT = [
 def _only(outputs: Path) -> Path:
     (folder,) = run_folders(outputs)
     return folder
+
+
+def test_a_training_that_leaves_the_range_of_scales_names_its_rate(
+    posbench: Callable[..., Result],
+) -> None:
+    rate = ["search.epochs=1", "search.learning_rate=1000"]
+    result = posbench(*GRADIENT, *rate, "stages=[search]")
+    assert result.status == 2
+    assert_refused(result.err, "search.learning_rate", 1000.0, hint="100")
 
 
 @pytest.mark.figures
