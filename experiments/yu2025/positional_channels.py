@@ -112,7 +112,7 @@ class PositionalChannels(Study):
                 f"from {shortest} (study.window + study.skip + 7) to {longest} "
                 f"(window of {run.lm.name})"
             )
-            hint = "change study.length or study.window"
+            hint = "change study.length, study.window or study.skip"
             raise UserError("study.length", self.length, allowed, hint)
         need_whole_maps(run)
 

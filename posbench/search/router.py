@@ -225,9 +225,9 @@ class RouterSearch(Search):
         pairs = [encode_with_answer(run.lm, e) for e in self._examples(run)]
         texts = [self._shorten(*pair) for pair in pairs]
         if len(texts) < MIN_TEXTS:
-            allowed = "4 texts or more"
-            hint = "give more lines or examples"
-            raise UserError("search.data", len(texts), allowed, hint)
+            field = "search.data" if self.data else "task.calibration_examples"
+            hint = "give more lines" if self.data else f"set {field}={MIN_TEXTS}"
+            raise UserError(field, len(texts), f"{MIN_TEXTS} texts or more", hint)
         return texts
 
     def _shorten(self, prompt_ids: list[int], answer_ids: list[int]) -> list[int]:
