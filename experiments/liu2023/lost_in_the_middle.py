@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -768,7 +769,17 @@ def first_look(tables: Tables) -> Glance:
         shape = f" ({shapes.pop()})" if len(shapes) == 1 else ""
         full = f"There is a position bias with {named}{shape}."
         short = f"There is a position bias with {len(biased)} of {len(asked)} lengths."
-        return Glance(word, "bad", first_short(full, short), numbers, **basis)
+        glance = Glance(word, "bad", first_short(full, short), numbers, **basis)
+        # Where another length has too few answers, longer replies may tell.
+        cut = re.search(r"set (task\.max_new_tokens=\d+)", " ".join(asked["reason"].dropna()))
+        if cut is None:
+            return glance
+        count = _num_questions(asked, cells)
+        return replace(
+            glance,
+            next=f"posbench {_command(last)} study.questions={count} task.limit={count} {cut[1]}",
+            purpose="leaves room for the replies that were cut",
+        )
     words = set(asked["verdict"])
     word = words.pop() if len(words) == 1 else "no bias shown"
     if word == NO_BIAS:
@@ -790,14 +801,18 @@ def first_look(tables: Tables) -> Glance:
     apart = next((a for a in TOLD_APART if a <= SMALLER * spread), TOLD_APART[-1])
     # The interval of a mean shrinks with the root of the questions.
     needed = math.ceil(_num_questions(asked, cells) * (spread / apart) ** 2)
-    chosen = "experiment=liu2023"
-    if not last["setting"].endswith("documents"):
-        chosen = "study=lost_in_the_middle"
     return replace(
         glance,
-        next=f"posbench {chosen} study.questions={needed} task.limit={needed}",
+        next=f"posbench {_command(last)} study.questions={needed} task.limit={needed}",
         purpose=f"about so many questions tell {100 * apart:.0f} points apart",
     )
+
+
+def _command(last: Mapping[str, Any]) -> str:
+    """What asks again: the experiment, or its study on another task, which a row of verdicts tells."""
+    if last["setting"].endswith("documents"):
+        return "experiment=liu2023"
+    return "study=lost_in_the_middle"
 
 
 def describe_result(tables: Tables) -> str:

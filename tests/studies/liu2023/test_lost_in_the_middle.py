@@ -665,6 +665,18 @@ def test_only_what_cannot_be_told_is_asked_again(
     data = {"cells": pd.DataFrame(cells), "verdicts": pd.DataFrame([row])}
     glance = lost_in_the_middle.first_look(data)
     assert (glance.word, glance.next) == (verdict, next_step)
+    # Beside a bias with one length, what another one lacks.
+    cut = row | {
+        "setting": "20 documents",
+        "verdict": "cannot tell",
+        "reason": "4 cut off; set task.max_new_tokens=800",
+    }
+    biased = row | {"verdict": "bias"}
+    data["cells"] = data["cells"].replace("10 documents", "20 documents")
+    data["verdicts"] = pd.DataFrame([biased, cut])
+    glance = lost_in_the_middle.first_look(data)
+    assert glance.word == "bias in 1 of 2"
+    assert glance.next.endswith("task.limit=10 task.max_new_tokens=800")
 
 
 def test_a_figure_has_a_line_for_each_length_and_two_levels(
