@@ -672,7 +672,8 @@ def test_only_what_cannot_be_told_is_asked_again(
         "reason": "4 cut off; set task.max_new_tokens=800",
     }
     biased = row | {"verdict": "bias"}
-    data["cells"] = data["cells"].replace("10 documents", "20 documents")
+    twenty = data["cells"].replace("10 documents", "20 documents")
+    data["cells"] = pd.concat([data["cells"], twenty[:3]])
     data["verdicts"] = pd.DataFrame([biased, cut])
     glance = lost_in_the_middle.first_look(data)
     assert glance.word == "bias in 1 of 2"
