@@ -728,7 +728,7 @@ def _judge(
 
 
 def first_look(tables: Tables) -> Glance:
-    """Return with which numbers of items there is a position bias, and the curve with the most items.
+    """Return with which numbers of items there is a position bias, and a curve, of a biased number if there is one.
 
     Args:
         tables: ``cells`` and ``verdicts``, as read back.
@@ -741,7 +741,7 @@ def first_look(tables: Tables) -> Glance:
     main = cells["reading"].iloc[0]
     asked = asked[asked["reading"] == main]
     biased = asked[asked["verdict"] == BIAS]
-    last = asked.iloc[-1]
+    last = asked.iloc[-1] if biased.empty else biased.iloc[-1]
     curve = cells[
         (cells["reading"] == main)
         & (cells["setting"] == last["setting"])
@@ -771,7 +771,9 @@ def first_look(tables: Tables) -> Glance:
         short = f"There is a position bias with {len(biased)} of {len(asked)} lengths."
         glance = Glance(word, "bad", first_short(full, short), numbers, **basis)
         # Where another length has too few answers, longer replies may tell.
-        cut = re.search(r"set (task\.max_new_tokens=\d+)", " ".join(asked["reason"].dropna()))
+        cut = re.search(
+            r"set (task\.max_new_tokens=\d+)", " ".join(asked["reason"].dropna())
+        )
         if cut is None:
             return glance
         count = _num_questions(asked, cells)
