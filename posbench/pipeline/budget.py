@@ -279,7 +279,7 @@ def check_budget(config: Config) -> None:
     row_stages = {"search", "intervene", "evaluate"} & set(config.stages)
     if config.study and (row_stages or not config.uses_model):
         name = config.study_name
-        allowed = f"null: posbench cannot tell beforehand what study {name} takes"
+        allowed = f"null: study {name} does not ask the model, and posbench cannot tell beforehand what it takes"
         hint = "leave it out; sizes, where the study has some, are study.KEY=..."
         if row_stages:
             allowed = f"null where study {name} and {' and '.join(sorted(row_stages))} share a run"

@@ -201,7 +201,7 @@ class ChannelSearch(DeploySearch):
         if not minimum <= self.length <= lm.context_window:
             allowed = f"from {minimum} ({reason}) to {lm.context_window} (context window of {lm.name})"
             hint = f"set search.length={lm.context_window}, or shorten search.window"
-            if minimum > lm.context_window:
+            if minimum > lm.context_window and self.variant != "official":
                 allowed = f"{minimum} or more ({reason}), which the window of {lm.name} does not hold"
                 hint = "lower search.skip or search.window"
             raise UserError("search.length", self.length, allowed, hint)

@@ -443,6 +443,11 @@ class OrderStudy(Study):
     def glance(self, tables: Tables) -> Glance | None:
         """See :meth:`Study.glance`: the policy to use, or the one with the largest gain."""
         policies = tables["policies"]
+        # A run of an earlier version has no such columns.
+        known = {"missing": 0.0, "same_as": ""} | dict(policies)
+        policies = policies.assign(
+            **{name: known[name] for name in ("missing", "same_as")}
+        )
         changed = policies[policies["name"] != AS_RETRIEVED]
         same_as = changed["same_as"]
         raced = changed[same_as.isna() | (same_as == "")]

@@ -318,7 +318,7 @@ def test_calibration_is_refused() -> None:
         "stages",
         "search",
         allowed="mmlu",
-        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+        hint=("task=kv_retrieval", "method=from:RUN"),
     ):
         MMLU(path=str(DATA)).examples("calibration")
 

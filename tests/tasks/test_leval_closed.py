@@ -168,7 +168,7 @@ def test_there_is_no_calibration(tmp_path: Path) -> None:
         "stages",
         "search",
         allowed="leval_closed",
-        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+        hint=("task=kv_retrieval", "method=from:RUN"),
     ):
         LEvalClosed(path=str(write(tmp_path))).examples("calibration")
 

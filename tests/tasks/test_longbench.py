@@ -570,7 +570,7 @@ def test_there_is_nothing_to_calibrate_on() -> None:
         "stages",
         "search",
         allowed="longbench",
-        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+        hint=("task=kv_retrieval", "method=from:RUN"),
     ):
         LongBench(path=str(DATA)).examples("calibration")
 

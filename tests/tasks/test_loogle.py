@@ -300,7 +300,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         "stages",
         "search",
         allowed="loogle_timeline_reorder",
-        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+        hint=("task=kv_retrieval", "method=from:RUN"),
     ):
         _task(write(tmp_path / "a.jsonl", [FIRST])).examples("calibration")
 

@@ -404,7 +404,7 @@ def test_there_is_nothing_to_calibrate_on() -> None:
         "stages",
         "search",
         allowed="zero_scrolls",
-        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+        hint=("task=kv_retrieval", "method=from:RUN"),
     ):
         ZeroSCROLLS().examples("calibration")
 
