@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from posbench.stats.findings import (
 )
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, first_short
-from posbench.stats.outcomes import missing_note
+from posbench.stats.outcomes import missing_note, setting_in
 from posbench.stats.policies import detectable_difference
 from posbench.stats.scores import Tabulator, score_frame
 from posbench.stats.shape import NEGLIGIBLE_CONTRAST, shape_in_metrics
@@ -771,15 +770,13 @@ def first_look(tables: Tables) -> Glance:
         short = f"There is a position bias with {len(biased)} of {len(asked)} lengths."
         glance = Glance(word, "bad", first_short(full, short), numbers, **basis)
         # Where another length has too few answers, longer replies may tell.
-        cut = re.search(
-            r"set (task\.max_new_tokens=\d+)", " ".join(asked["reason"].dropna())
-        )
-        if cut is None:
+        setting = setting_in(" ".join(asked["reason"].dropna()))
+        if not setting:
             return glance
         count = _num_questions(asked, cells)
         return replace(
             glance,
-            next=f"posbench {_command(last)} study.questions={count} task.limit={count} {cut[1]}",
+            next=f"posbench {_command(last)} study.questions={count} task.limit={count} {setting}",
             purpose="leaves room for the replies that were cut",
         )
     words = set(asked["verdict"])

@@ -505,7 +505,7 @@ class Course:
     def _prompts(self) -> None:
         """Race the changes of the prompt on the same task, which any model can be asked under."""
         diagnosis = self.diagnosis
-        if self._is_method_typed:
+        if self.runs.is_method_typed:
             return  # the user asks about one method
         if self.allowance.budget.prompts:
             # A study of replies ends by time, tokens or money.
@@ -534,11 +534,6 @@ class Course:
             diagnosis.prompt_changes_note = refusal
             return
         diagnosis.prompt_changes = read_json(folder / VERDICT_FILE)
-
-    @property
-    def _is_method_typed(self) -> bool:
-        """Whether the user asks about one method."""
-        return any(key.startswith("method") for key in self.runs.typed_keys)
 
     def _run_study(
         self, part: str, overrides: Sequence[str], questions: int, **choices: Any
@@ -706,12 +701,15 @@ class Course:
             return shlex.join(["posbench", *map(without_typed_secrets, with_change)])
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             # Of a server the changes of the prompt are all that a user can try.
-            if self.allowance.budget.prompts and not self._is_method_typed:
+            if self.allowance.budget.prompts and not self.runs.is_method_typed:
                 questions = self.sizes.typed_limit(PROMPT_QUESTIONS)
                 study = [*PROMPT_OVERRIDES, *self._three_positions(questions)]
-                overrides = self.runs.overrides(study, method=None, stages="study")
-                kept = [a for a in overrides[:-1] if key_of(a) != "runtime.yes"]
-                return shlex.join(["posbench", *map(without_typed_secrets, kept)])
+                *overrides, _stages = self.runs.overrides(
+                    study, method=None, stages="study"
+                )
+                # Whoever types the command gives the consent to its own price.
+                typed = [o for o in overrides if key_of(o) != "runtime.yes"]
+                return shlex.join(["posbench", *map(without_typed_secrets, typed)])
             if changes and changes["verdict"] != CANNOT_TELL:
                 return ""
             return self._command_with_more_questions()

@@ -196,10 +196,9 @@ class Remedies:
         Returns:
             The two; None where there is no such method, no time, or no question.
         """
-        is_typed = any(key.startswith("method") for key in self.runs.typed_keys)
         hopeful = hopeful_methods(remedies, None)
         best = winner_of(remedies) or (hopeful[0] if hopeful else "")
-        if is_typed or not best:
+        if self.runs.is_method_typed or not best:
             return None
         if self.allowance.left(END_SHARES["remedies"]) <= 0:
             return None

@@ -146,6 +146,11 @@ class Runs:
         """The task with its current settings; it moves a gold item."""
         return self.config.task
 
+    @property
+    def is_method_typed(self) -> bool:
+        """Whether the user asks about one method."""
+        return any(key.startswith("method") for key in self.typed_keys)
+
     # The model
 
     def use(self, config: Config) -> None:

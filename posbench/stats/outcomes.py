@@ -5,6 +5,7 @@ A row has a score only if its reply is known to be an answer; :func:`posbench.me
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
@@ -203,3 +204,9 @@ def next_step(
             step = special_step
             break
     return f"{reason}: {step}" if reason else step
+
+
+def setting_in(note: str) -> str:
+    """The setting that a note on missing answers asks for, such as ``task.max_new_tokens=400``; empty without one."""
+    setting = re.search(r"\bset (\S+=\w+)", note)
+    return setting[1] if setting else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, sentence_case
-from posbench.stats.outcomes import PROBLEM, missing_note
+from posbench.stats.outcomes import PROBLEM, missing_note, setting_in
 from posbench.stats.policies import Scores, within_margin
 from posbench.stats.position_bias import position_bias, position_curves
 from posbench.stats.scores import score_frame
@@ -474,11 +473,11 @@ def _empty_glance(table: pd.DataFrame) -> Glance:
         if UNMODIFIED in notes:
             sentence = "Too many replies of the unmodified model are no answers, so no remedy can be compared with it."
         details = sentence_case(notes.iloc[0])
-        setting = re.search(r"set (\S+=\S+)", details)
+        setting = setting_in(details)
         glance = Glance("cannot tell", "open", sentence, details=details)
         if not setting:
             return glance
-        step = f"posbench study=remedies {setting[1].rstrip('.')}"
+        step = f"posbench study=remedies {setting}"
         return replace(glance, next=step, purpose="what the missing answers call for")
     sentence = "No remedy fits this model and these prompts; the page says why."
     return Glance("cannot tell", "open", sentence)

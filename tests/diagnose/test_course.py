@@ -135,6 +135,19 @@ def remedies_of(course: Course) -> Remedies:
     return Remedies(course.runs, course.sizes, course.folder)
 
 
+def nq_file(folder: Path, questions: int, documents: int) -> Path:
+    """A file of the form of NaturalQuestions, the gold document first."""
+    document = {"title": "title", "text": "text", "isgold": False}
+    gold_first = [document | {"isgold": True}, *[document] * (documents - 1)]
+    rows = [
+        {"question": f"question {n}", "answers": ["yes"], "ctxs": gold_first}
+        for n in range(questions)
+    ]
+    file = folder / "nq.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny_nope"])
 def test_the_first_prompts_of_a_race_have_gold_items_all_over_the_prompt(
     model: str,
@@ -147,14 +160,7 @@ def test_the_first_prompts_of_a_race_have_gold_items_all_over_the_prompt(
 
 
 def test_no_question_of_a_race_is_asked_of_its_winner(tmp_path: Path) -> None:
-    document = {"title": "title", "text": "text", "isgold": False}
-    documents = [document | {"isgold": True}, *[document] * 19]
-    rows = [
-        {"question": f"question {n}", "answers": ["yes"], "ctxs": documents}
-        for n in range(90)
-    ]
-    data = tmp_path / "nq.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
+    data = nq_file(tmp_path, questions=90, documents=20)
     course = make_course("model=tiny")
     task = NQMultiDoc(path=str(data), limit=20, documents=10)
     course.runs.config = replace(course.runs.config, task=task)
@@ -451,14 +457,7 @@ def test_a_limit_is_honoured_however_large() -> None:
 
 
 def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> None:
-    document = {"title": "title", "text": "text", "isgold": False}
-    documents = [document | {"isgold": True}, *[document] * 9]
-    rows = [
-        {"question": f"question {n}", "answers": ["yes"], "ctxs": documents}
-        for n in range(30)
-    ]
-    data = tmp_path / "nq.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
+    data = nq_file(tmp_path, questions=30, documents=10)
     course = make_course("model=tiny")
     task = NQMultiDoc(path=str(data), limit=20, documents=10, positions=(0, 4, 9))
     course.runs.config = replace(course.runs.config, task=task)
@@ -503,14 +502,7 @@ def test_a_larger_budget_is_asked_for_only_where_it_would_ask_more(
 
 
 def test_a_race_has_fewer_prompts_where_the_file_has_no_more(tmp_path: Path) -> None:
-    document = {"title": "title", "text": "text", "isgold": False}
-    documents = [document | {"isgold": True}, *[document] * 9]
-    rows = [
-        {"question": f"question {n}", "answers": ["yes"], "ctxs": documents}
-        for n in range(120)
-    ]
-    data = tmp_path / "nq.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
+    data = nq_file(tmp_path, questions=120, documents=10)
     task = NQMultiDoc(path=str(data), limit=20, documents=10, positions=(0, 4, 9))
     course = undecided_course("model=tiny", budget="30min")
     course.runs.config = replace(course.runs.config, task=task)
