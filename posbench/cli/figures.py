@@ -87,7 +87,8 @@ class Experiment:
     def line(self) -> str:
         """Its line in the table of all experiments."""
         elapsed = duration(self.elapsed_seconds) if self.elapsed_seconds else ""
-        result = self.folder or self.note
+        # A failure's note is printed below the table.
+        result = self.folder or (self.note if self.missing_sources else "")
         return f"{self.state:<15}  {self.name:<24}  {elapsed:>9}  {result}"
 
     @property

@@ -460,6 +460,9 @@ def _need_used_groups(
         unused.add("task")
     if study.all_methods:
         unused.add("method")
+    searches = any(isinstance(value, Search) for value in vars(study).values())
+    if not searches and "search" not in (data.get("stages") or []):
+        unused.add("search")
     for key in typed:
         group = key.split(".")[0]
         if group in unused:

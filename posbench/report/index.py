@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from rich.style import Style
 from rich.table import Table
@@ -17,7 +17,12 @@ from rich.text import Text
 
 from posbench.errors import UserError, near
 from posbench.report.console import TONE_STYLES, Record
-from posbench.report.summaries import NAMED_GROUPS, RunSummary, summaries
+from posbench.report.summaries import (
+    NAMED_GROUPS,
+    ListedState,
+    RunSummary,
+    summaries,
+)
 from posbench.run.folder import CONFIG, open_run_dir, runs_in
 from posbench.run.progress import duration
 from posbench.stats import outcomes
@@ -198,9 +203,13 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
         outputs: Folder of outputs as typed.
 
     Raises:
-        UserError: No run has such a key.
+        UserError: No run has such a key, or no run can be in such a state.
     """
     key, sign, pattern = text.partition("=")
+    states = get_args(ListedState)
+    if key == "state" and not any(fnmatchcase(state, pattern) for state in states):
+        hint = near(pattern, states, "state=done")
+        raise UserError("state", pattern, "; ".join(states), hint)
     if not sign:
         lowered = text.lower()
         return [

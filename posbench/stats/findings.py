@@ -64,6 +64,7 @@ class Finding:
         p: Two-sided p of the claim's bound; NaN for an exact claim.
         p_holm: ``p`` adjusted within its family, see :func:`correct_findings`.
         note: Caveats for the reader.
+        rests_on: The claim without which this one says nothing, such as that of the layers which it is about.
     """
 
     kind: Kind = "paper"
@@ -78,6 +79,7 @@ class Finding:
     p: float = math.nan
     p_holm: float = math.nan
     note: str = ""
+    rests_on: str = ""
 
     @classmethod
     def that(
@@ -383,7 +385,7 @@ def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
 
     All are from one study on one model. A family is the paper's claims there, our controls, or the sources of a bias.
     In it the chance that any true bound is taken for passed is at most 5 %: a verdict whose adjusted p is larger
-    becomes ``inconclusive``.
+    becomes ``inconclusive``, and so does one that rests on a claim which does not hold then.
     """
     result = list(findings)
     for kind in get_args(Kind):
@@ -393,6 +395,13 @@ def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
             result[i] = replace(result[i], p_holm=float(p))
             if p > ALPHA:
                 result[i] = replace(result[i], verdict="inconclusive")
+    verdicts = {finding.claim: finding.verdict for finding in result}
+    for i, finding in enumerate(result):
+        base = verdicts.get(finding.rests_on, "holds")
+        if base != "holds" and finding.verdict in ("holds", "contradicted"):
+            claim = finding.rests_on.partition(" (")[0]  # without its source
+            note = f'it rests on "{claim}", which is {base}'
+            result[i] = finding.inconclusive(note)
     return result
 
 

@@ -439,7 +439,8 @@ def _layer_findings(
         return [follow, Finding.untestable(*DEEP, note)]
     share = is_deeper.mean()
     deep = Finding.that(share > 0.5, *DEEP, (share, is_deeper.size), note)
-    deep = replace(deep, holds_if=f"above {0.5 + SMALLEST_SHARE:.3g}")
+    bound = f"above {0.5 + SMALLEST_SHARE:.3g}"
+    deep = replace(deep, holds_if=bound, rests_on=FOLLOW[0])
     if abs(share - 0.5) <= SMALLEST_SHARE:
         deep = deep.inconclusive("as many pairs speak for it as against it")
     return [follow, deep]
@@ -455,7 +456,7 @@ def _part_finding(tables: Tables) -> Finding:
     if not of_layer.any():
         return Finding.untestable(*PART, f"none follows it; {note}", len(of_layer))
     finding = Finding.that(share < 1, *PART, (share, len(of_layer)), note)
-    return replace(finding, holds_if="below 1")
+    return replace(finding, holds_if="below 1", rests_on=FOLLOW[0])
 
 
 def _p_words(p: float) -> str:

@@ -645,6 +645,22 @@ BARE = [
         "study.gold=0",
     ),
     (
+        "a search of a study that makes none",
+        ["study=rollout", "search=bases"],
+        "search",
+        "bases",
+        "rollout",
+        "leave it out",
+    ),
+    (
+        "a setting of that search",
+        ["study=rollout", "search.top_k=2"],
+        "search",
+        "channel",
+        "search.top_k",
+        "leave it out",
+    ),
+    (
         "depth below",
         ["study=channel_subtraction", "study.other=-0.5"],
         "study.other",

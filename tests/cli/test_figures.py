@@ -158,6 +158,7 @@ def test_a_failure_stops_no_other(
     }
     assert_line_names(result.err, "status 3")
     assert_refused(result.err, "task.path", "x", allowed="data", hint="get it")
+    assert result.out.count("experiment.title") == 0  # said once, on stderr
     assert (
         "signal 9" in result.err
         and "experiment.title" in result.err

@@ -246,6 +246,10 @@ def test_filters(outputs: Path) -> None:
         records(outputs, ["modle=tiny"])
     with refused("filter", "task.pair=12", allowed="setting", hint="task.pairs"):
         records(outputs, ["task.pair=12"])
+    # No run can ever be in this state, unlike one that names a model of later runs.
+    with refused("state", "finished", allowed=("done", "killed"), hint="state=done"):
+        records(outputs, ["state=finished"])
+    assert not records(outputs, ["state=damaged"])
 
 
 def lines(outputs: Path, width: int, *filters: str) -> list[str]:
@@ -559,7 +563,6 @@ def test_the_command_prints_tsv_and_json(
     told = posbench("ls", "runs", "--json", f"--outputs={outputs}", verb=True)
     assert json.loads(told.out)[0]["run"] == "cccc0001"
     for asked, hint in {
-        "state=x": "",
         "model=tinny": "tiny?",
         "scale_chanel": "scale_channel?",
     }.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -98,6 +99,32 @@ def test_a_number_keeps_its_interval_or_has_none() -> None:
     assert list(table["p_holm"].isna()) == [False, True, True], (
         "exact claims take no part in the correction"
     )
+
+
+def test_a_claim_holds_no_more_surely_than_the_one_that_it_rests_on() -> None:
+    clear = Finding.above("layers follow (Source)", "share", AT, 0.0)
+    unclear = replace(clear, p=0.04)
+    resting = Finding.that(True, "they are deep", "share", (0.9, 20), "seen")
+    resting = replace(resting, rests_on="layers follow (Source)")
+    # One of two claims with p = 0.04 passes alone, and not after the correction.
+    other = replace(clear, claim="another", p=0.5, verdict="inconclusive")
+    for family, verdict in (
+        ([clear, resting], "holds"),
+        ([unclear, resting], "holds"),
+        ([unclear, resting, other], "inconclusive"),
+        ([resting], "holds"),
+    ):
+        corrected = {f.claim: f for f in findings.correct_findings(family)}
+        assert corrected["they are deep"].verdict == verdict
+    family = [unclear, other, resting]
+    note = findings.correct_findings(family)[-1].note
+    assert note == 'it rests on "layers follow", which is inconclusive; seen'
+    # What was not tested at all stays so.
+    untested = replace(
+        Finding.untestable("deep", "share", "none"), rests_on=clear.claim
+    )
+    corrected = findings.correct_findings([unclear, other, untested])
+    assert corrected[-1].verdict == "not testable" and corrected[-1].note == "none"
 
 
 @pytest.mark.parametrize("name", ["", "change"])

@@ -32,6 +32,7 @@ from posbench.studies.cost.timing import (
     TimingStudy,
     applicable_methods,
     random_model,
+    shape_config,
     with_environment,
 )
 
@@ -73,7 +74,7 @@ class Latency(TimingStudy):
     floors: bool = False
 
     def check(self, run: Run) -> None:
-        """Refuse floors of replies longer than one token, and methods that the config does not have.
+        """Refuse floors of replies longer than one token, prompts beyond the window, and unknown methods.
 
         Raises:
             UserError: A field does not fit.
@@ -85,6 +86,16 @@ class Latency(TimingStudy):
                 "true only with study.new_tokens=[1]",
                 "set study.new_tokens=[1]",
             )
+        window = families.context_window(shape_config(self.shape))
+        longest = window - max(self.new_tokens)
+        lengths = {"prompts": self.prompts, "methods_at": self.methods_at}
+        lengths["search_tokens"] = (self.search_tokens,)
+        for name, tokens in lengths.items():
+            if max(tokens, default=0) > longest:
+                allowed = f"at most {longest:,} tokens: shape {self.shape} reads {window:,} with the reply"
+                value = getattr(self, name)
+                hint = f"lower study.{name}, or choose another study.shape"
+                raise UserError(f"study.{name}", value, allowed, hint)
         for name in sorted(set(self.methods) - set(run.all_methods)):
             allowed = ", ".join(run.all_methods)
             hint = "posbench ls methods shows them"

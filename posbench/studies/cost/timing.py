@@ -16,7 +16,7 @@ from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.files.hardware import describe_hardware
-from posbench.late import Figure, pd, torch, transformers
+from posbench.late import Figure, PreTrainedConfig, pd, torch, transformers
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM
@@ -193,6 +193,12 @@ def applicable_methods(
     return methods
 
 
+def shape_config(shape: str) -> PreTrainedConfig:
+    """The config of a shape of ``shapes.yaml``."""
+    shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+    return transformers.AutoConfig.for_model(**shapes[shape])
+
+
 def random_model(
     shape: str, device: torch.device, dtype: str = "float32", tokenizer: Any = None
 ) -> LM:
@@ -204,8 +210,7 @@ def random_model(
         dtype: Of the weights.
         tokenizer: A tokenizer of transformers, where prompts are texts.
     """
-    shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
-    config = transformers.AutoConfig.for_model(**shapes[shape])
+    config = shape_config(shape)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
             config,

@@ -144,6 +144,12 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     assert refused.status == 2 and "study.methods = 'ms_po'" in refused.err
     refused = posbench("study=latency", "study.floors=true", "study.new_tokens=[1,8]")
     assert refused.status == 2 and "study.new_tokens=[1]" in refused.err
+    # The window of shape small holds 32,768 tokens, with the one that is generated.
+    for field in ("methods_at=[32768]", "prompts=[9,1000000]", "search_tokens=40000"):
+        refused = posbench("study=latency", f"study.{field}")
+        name = f"study.{field.partition('=')[0]}"
+        assert refused.status == 2 and f"{name} = " in refused.err
+        assert "32,767" in refused.err and "Traceback" not in refused.err
 
 
 def test_a_method_of_ones_own_is_measured_and_tells_runs_apart(
