@@ -237,14 +237,18 @@ def choices(*folders: Path) -> list[str]:
     return sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
 
 
-def closest(name: str, candidates: Sequence[str], listing: str) -> str:
-    """The few candidates that are closest to a name, with the number of the others and the command that lists all."""
+def unknown_name(
+    field: str, name: str, candidates: Sequence[str], listing: str
+) -> UserError:
+    """The error for a name out of many: the few that are closest, the number of the others, and the command for all."""
     matches = difflib.get_close_matches(
         name, candidates, n=MAX_CLOSEST, cutoff=0.5
     ) or list(candidates[:MAX_CLOSEST])
     others = len(candidates) - len(matches)
     text = ", ".join(matches)
-    return f"{text} and {others} others ({listing})" if others else text
+    if others:
+        text += f" and {others} others ({listing})"
+    return UserError(field, name, text, near(name, candidates, listing))
 
 
 def near(name: str, candidates: Sequence[str], otherwise: str) -> str:

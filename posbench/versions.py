@@ -1,11 +1,14 @@
 """Which versions are installed, and whether posbench supports them; pyproject.toml states the ranges once."""
 
-from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, requires, version
+from __future__ import annotations
 
-from packaging.requirements import Requirement
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from posbench.errors import UserError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 __version__ = "0.1.0"
 LOCAL_EXTRA = "local"
@@ -21,6 +24,11 @@ def install_hint(extra: str) -> str:
 
 def _requirements() -> list[Requirement]:
     """Requirements in the package metadata, those of a model in process too; empty if it was never installed."""
+    # These two take half the time of `posbench --help`, which needs neither.
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from packaging.requirements import Requirement
+
     try:
         requirements = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
@@ -31,6 +39,8 @@ def _requirements() -> list[Requirement]:
 
 def version_of(name: str) -> str | None:
     """Version of an installed package; None where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(name)
     except PackageNotFoundError:
@@ -61,4 +71,5 @@ def check_transformers() -> None:
 
 def version_line() -> str:
     """The versions that a time depends on, in one line."""
-    return f"posbench {__version__}, torch {version('torch')}, transformers {version('transformers')}"
+    torch, transformers = map(version_of, ("torch", "transformers"))
+    return f"posbench {__version__}, torch {torch}, transformers {transformers}"

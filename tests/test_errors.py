@@ -11,9 +11,9 @@ from posbench.errors import (
     SeveralErrors,
     UserError,
     choices,
-    closest,
     near,
     renamed,
+    unknown_name,
 )
 
 
@@ -100,8 +100,11 @@ def test_choices_are_the_names_of_the_files(tmp_path: Path) -> None:
 
 def test_of_many_names_an_error_lists_the_closest() -> None:
     names = [f"fig{number}" for number in range(60)]
-    text = closest("fig99", names, "posbench ls experiments")
+    error = unknown_name("experiment", "fig99", names, "posbench ls experiments")
+    text = error.allowed
+    assert error.field == "experiment" and error.hint == "did you mean fig9?"
     listed, _, others = text.partition(" and ")
     assert others == "55 others (posbench ls experiments)"
     assert "fig9" in listed.split(", ") and len(listed.split(", ")) == 5
-    assert closest("qqq", ["a", "b"], "posbench ls models") == "a, b"
+    error = unknown_name("model", "qqq", ["a", "b"], "posbench ls models")
+    assert (error.allowed, error.hint) == ("a, b", "posbench ls models")

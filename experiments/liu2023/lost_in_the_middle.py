@@ -259,7 +259,7 @@ class LostInTheMiddle(Study):
             f"{questions} questions, each in {prompts} prompts: {sizes} {field}, {', '.join(BASELINES.values())}; "
             f"{told}"
         )
-        run.console.print(message, soft_wrap=True, markup=False, highlight=False)
+        run.console.print(message)
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
@@ -419,7 +419,7 @@ class Replies:
         """Mean score of the answers with its interval; NaN without any."""
         answered = [row for row in rows if row["scores"]]
         if not answered:
-            return Estimate(math.nan, math.nan, math.nan, 0)
+            return bootstrap.NO_ESTIMATE
         values = [row["scores"][metric] for row in answered]
         return bootstrap.mean(values, [row["id"] for row in answered])
 
@@ -431,11 +431,7 @@ class Replies:
             verdict = run_verdict(metrics)
             method = metrics["method"].iloc[0]
             bias = metrics[metrics["metric"] == "position_bias"]
-            number = (
-                estimate(bias.iloc[0])
-                if len(bias)
-                else Estimate(math.nan, math.nan, math.nan, 0)
-            )
+            number = estimate(bias.iloc[0]) if len(bias) else bootstrap.NO_ESTIMATE
             ends = self._ends_minus_inner(setting, reading)
             table.append(
                 {

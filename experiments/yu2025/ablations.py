@@ -107,7 +107,7 @@ class Ablations(Study):
         losses = search.losses(run, LOSSES_FILE, candidates)  # [1 + C, prompts]
         mean_losses = dict(zip(candidates, losses[1:].mean(1).tolist(), strict=True))
         settings = self.settings(run.lm, pools, mean_losses)
-        ablations, scores = evaluate_settings(run, SCORES_FILE, settings, FULL)
+        ablations, scores = evaluate_settings(run, settings, FULL)
         printed = {
             row["method"]: row["value"]
             for row in run.reference
@@ -265,13 +265,12 @@ def random_channel(lm: LM, method: ScaleChannel, seed: int) -> int:
 
 
 def evaluate_settings(
-    run: Run, file: str, settings: Settings, base: str
+    run: Run, settings: Settings, base: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Score the unmodified model and every setting; equal settings are measured once.
 
     Args:
         run: The run.
-        file: Name of the file of predictions in the run's folder.
         settings: The method, by setting.
         base: The setting that the others are compared with.
 
@@ -290,7 +289,7 @@ def evaluate_settings(
             f"layers {scaled['layers']}, last {scaled['last']}"
         )
         methods[labels[name]] = method
-    scores = compare_scores(run, file, methods)
+    scores = compare_scores(run, SCORES_FILE, methods)
     rows = []
     for name, label in labels.items():
         contrast = contrast_columns(scores, label, labels[base])

@@ -368,7 +368,7 @@ def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
         axes.locator_params("x", nbins=4 if across < plot.MAX_PANELS_PER_ROW else 1)
     for axes in panels[::across]:
         axes.set_ylabel(f"mean of channel {first['channel']}")
-    plot.label_bottom_row(panels, across, plot.TOKEN_LABEL)
+    plot.label_bottom_row(panels, across)
     plot.add_legend_below(figure)
     return figure
 

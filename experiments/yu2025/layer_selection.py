@@ -120,7 +120,7 @@ class LayerSelection(Study):
         }
         if self.control:
             settings[CONTROL] = best[CONTROL]
-        evaluation, _ = evaluate_settings(run, SCORES_FILE, settings, PUBLISHED_RANGE)
+        evaluation, _ = evaluate_settings(run, settings, PUBLISHED_RANGE)
         changes_by_range = {c.layers: changes[c] for c in candidates[CHOSEN]}
         compared_ranges = {
             "best": best[CHOSEN].layer_indices,

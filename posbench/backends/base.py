@@ -72,8 +72,7 @@ class ServerProfile:
         settings: The neutral settings that the server accepts.
         sends_stop: Whether stop texts are sent; else replies are cut here.
         thinking: How the server returns thinking.
-        max_reply_tokens: Most tokens of a reply that the server allows; None: not known.
-        max_thinking_tokens: Part of ``max_reply_tokens`` left for thinking.
+        max_thinking_tokens: Most tokens for thinking, where the server limits replies; None: not known.
         window: Tokens of prompt and reply that the model reads; None: not known.
         choice_method: How choices are read; empty: not asked.
         likelihood_form: How the server returns log-likelihoods of a prompt.
@@ -94,7 +93,6 @@ class ServerProfile:
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(NEUTRAL_SETTINGS))
     sends_stop: bool = True
     thinking: Form = ""
-    max_reply_tokens: int | None = None
     max_thinking_tokens: int | None = None
     window: int | None = None
     choice_method: str = ""

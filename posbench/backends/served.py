@@ -520,7 +520,6 @@ class Endpoint(Backend):
                         "task.max_new_tokens", answer_tokens, allowed, hint
                     ) from error
                 self._limit_thinking(limit - answer_tokens, error)
-                self._change(max_reply_tokens=limit)
             except _PromptRejected as rejection:
                 # So short a prompt is over no window: the reply is.
                 if not rejection.window:

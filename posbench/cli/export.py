@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from posbench import paths, versions
 from posbench.cli.options import option
 from posbench.cli.runs import split_outputs
@@ -123,7 +121,7 @@ def export(args: list[str]) -> int:
         if changes:
             price += f", without {' and '.join(changes)}"
     if price:
-        console.print(Text(price), soft_wrap=True)
+        console.print(price)
     verdict = str(origin.verdict or "")
     is_fix = origin.verdict is not None and origin.verdict.name == FIXED
     gain = origin.gain
@@ -165,14 +163,11 @@ def export(args: list[str]) -> int:
     )
     prompts = write.comparison_prompts(run)
     comparison = write.write(form, fix, facts, prompts, folder)
-    console.print(Text(comparison.words), soft_wrap=True)
-    console.print(
-        Text(f"{folder}: how to load it stands in {folder / write.CARD}"),
-        soft_wrap=True,
-    )
+    console.print(comparison.words)
+    console.print(f"{folder}: how to load it stands in {folder / write.CARD}")
     for name, recipe in changes.items():
         line = f"files hold no prompts, so make {name} where you make yours:"
-        console.print(Text(f"{line}\n{recipe}"), soft_wrap=True)
+        console.print(f"{line}\n{recipe}")
     return 0
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from posbench import paths
 from posbench.cli.options import option
-from posbench.errors import UserError, choices, closest, in_one_line, near
+from posbench.errors import UserError, choices, in_one_line, unknown_name
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.pipeline.compose import compose
@@ -379,9 +379,7 @@ def _check_names(
     """
     for name in names:
         if name not in all_names:
-            hint = near(name, all_names, "posbench ls experiments")
-            allowed = closest(name, all_names, "posbench ls experiments")
-            raise UserError(field_name, name, allowed, hint)
+            raise unknown_name(field_name, name, all_names, "posbench ls experiments")
 
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
@@ -454,7 +452,7 @@ def _run(
                 del running[experiment]
                 experiment.end_process(process.returncode, logs)
                 work(1, weight=experiment.weight)
-                console.print(experiment.line, soft_wrap=True)
+                console.print(experiment.line)
         work.note = ""
     finally:
         _stop(list(running.values()))
@@ -511,7 +509,7 @@ def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> 
         print(experiments[0].log(logs).read_text(errors="replace"))
     console.print()
     for experiment in experiments:
-        console.print(experiment.line, soft_wrap=True)
+        console.print(experiment.line)
     for experiment in experiments:
         if experiment.status and not experiment.missing_sources:
             lines = [
@@ -534,5 +532,5 @@ def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> 
             file=sys.stderr,
         )
     if any(e.folder for e in experiments):
-        console.print(f"next: posbench report {logs.parent}", soft_wrap=True)
+        console.print(f"next: posbench report {logs.parent}")
     return max(e.status for e in experiments)

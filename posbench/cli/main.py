@@ -363,7 +363,7 @@ def _signs_of_life(is_error: bool = False) -> Iterator[None]:
         if is_error:
             print(text, file=sys.stderr)
         else:
-            make_console().print(text, soft_wrap=True, highlight=False)
+            make_console().print(text)
 
     with beating(say), doing("loading libraries"):
         yield
@@ -509,7 +509,7 @@ def _run_job(
                 hint,
             )
         for line in run.warnings:
-            make_console().print(line, soft_wrap=True, markup=False)
+            make_console().print(line)
         config = run.config
         plan = None
         if config.budget:

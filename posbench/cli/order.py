@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,9 +86,7 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
     if budget and budget.prompts:
         allowed = "a time; at a server also tokens or money"
         raise UserError("budget", budget.text, allowed, "set budget=10min")
-    console = make_console()
-    if as_json:
-        console = Console(file=sys.stderr)
+    console = make_console(is_error=as_json)
     typed = [
         a for a in args if a not in (log, "--yes") and not a.startswith("runtime.yes")
     ]
@@ -135,7 +132,7 @@ def _run(
         raise UserError("order", len(jobs), allowed, "posbench order for each")
     prepared = prepare(jobs[0], budget=budget)
     for line in prepared.warnings:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line)
     config = replace(prepared.config, budget=budget)
     if budget:
         _need_limit(config, budget)

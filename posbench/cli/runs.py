@@ -79,7 +79,7 @@ def ls_runs(args: list[str]) -> int:
     console = make_console()
     if console.is_terminal and "--json" not in remaining:
         # As a title of the table it would break where the table ends.
-        console.print(index.list_title(records), highlight=False, style="italic")
+        console.print(index.list_title(records), style="italic")
         if records:
             table = index.run_table(records, console.width)
             console.print(table)

@@ -190,7 +190,7 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
         lines = describe_endpoint(endpoint)
         requests = estimate_served(config, config.server, text_encoder(config.model))
         for line in (*lines, requests.line(config.model.concurrency)):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+            console.print(line)
     elif run.reader:
         estimate.show(config, run.reader, measure, console)
 
@@ -368,8 +368,8 @@ def audit(args: list[str]) -> int:
     """
     share_text, remaining = option(args, "--share")
     seed_text, remaining = option(remaining, "--seed")
-    share = _number("--share", share_text or str(auditing.AUDITED_SHARE), 0, 1)
-    seed = _number("--seed", seed_text or "0", 0, MAX_COUNT)
+    share = _number("--share", share_text or str(auditing.AUDITED_SHARE), 1)
+    seed = _number("--seed", seed_text or "0", MAX_COUNT)
     if len(remaining) != 1 or remaining[0].startswith("-"):
         hint = "posbench ls runs lists them"
         raise UserError("RUN", " ".join(remaining), "one run", hint)
@@ -421,18 +421,18 @@ def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing
     return result
 
 
-def _number(flag: str, text: str, lowest: float, highest: float) -> float:
+def _number(flag: str, text: str, highest: float) -> float:
     """Return the number that is given with a flag.
 
     Raises:
-        UserError: It is no number, or not from ``lowest`` to ``highest``.
+        UserError: It is no number, or not from 0 to ``highest``.
     """
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not lowest <= number <= highest:
-        allowed = f"a number from {lowest:g} to {highest:g}"
+    if not 0 <= number <= highest:
+        allowed = f"a number from 0 to {highest:g}"
         raise UserError(flag, text, allowed, f"leave out {flag} for the default")
     return number
 

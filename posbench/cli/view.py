@@ -29,9 +29,6 @@ def view(args: list[str]) -> int:
         hint = "posbench view outputs"
         raise UserError("view", " ".join(args), "one folder", hint)
     folder = Path(args[0] if args else "outputs").expanduser()
-    if not folder.is_dir():
-        hint = "make a first run: posbench"
-        raise UserError("FOLDER", str(folder), "a folder that holds runs", hint)
     page, num_runs = write_view(folder)
     address = page.absolute().as_uri()
     console = make_console()

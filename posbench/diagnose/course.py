@@ -204,7 +204,7 @@ class Course:
                 f"diagnosis: a pilot of {pilot} prompts, then as many as tell the shape, at most {most * positions:,}, "
                 f"and what explains and fixes it; at most {budget}"
             )
-            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self.console.print(line)
             return
         config = self.runs.prepare([f"task.limit={self.sizes.shape_limit()}"])
         profile = config.server
@@ -217,7 +217,7 @@ class Course:
             changed = self.runs.prepare(overrides, method=None, stages="study")
             estimate = estimate.plus(estimate_served(changed, profile, encoder))
         line = f"{estimate.line(config.model.concurrency)}; fewer where these tell the shape; at most {budget}"
-        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self.console.print(line)
         need_consent(
             replace(config, budget=self.allowance.budget), estimate, self.console
         )
@@ -425,7 +425,7 @@ class Course:
                 in_process=True,
             )
         except UserError as error:
-            self.console.print(f"attention: {error}", soft_wrap=True, markup=False)
+            self.console.print(f"attention: {error}")
 
     def _source(self) -> None:
         """Remove the cues to the gold item's position one by one, and measure the effect on its answer."""
@@ -660,7 +660,7 @@ class Course:
             self._prepare_task()
         except UserError as error:
             line = f"{error.field} stays as it is: {error.allowed}"
-            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self.console.print(line)
             return {}
         finally:
             self.runs.settings = settings_before
@@ -674,7 +674,7 @@ class Course:
             f"{key}={override_text(value)}" for key, value in changes.items()
         )
         line = f"{reason}; asked again with {text}"
-        self.console.print(line, soft_wrap=True, markup=False)
+        self.console.print(line)
 
     def _next_command(self) -> str:
         """Return the command to run next; empty if nothing is left to do."""

@@ -10,7 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from posbench.late import pd
-from posbench.stats.bootstrap import Array, Estimate, combined, mean, with_interval
+from posbench.stats.bootstrap import (
+    NO_ESTIMATE,
+    Array,
+    Estimate,
+    combined,
+    mean,
+    with_interval,
+)
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import (
     CUT_METRIC,
@@ -21,7 +28,6 @@ from posbench.stats.outcomes import (
     next_step,
 )
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
-from posbench.stats.scores import NO_ESTIMATE
 from posbench.stats.shape import (
     FLAT,
     SHAPES,

@@ -104,11 +104,11 @@ def hash_paths(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, An
     return data
 
 
-def hash_sources(files: Iterable[Content], group: str) -> dict[str, str]:
-    """Return a content hash of each source that a group of the config names, by path or id."""
+def method_file_hashes(files: Iterable[Content]) -> dict[str, str]:
+    """Return a content hash of each source that the method names, by path or id."""
     keys_by_id: dict[str, list[tuple[str, str]]] = {}
     for content in files:
-        if content.source.field.partition(".")[0] == group:
+        if content.source.field.partition(".")[0] == "method":
             keys = keys_by_id.setdefault(content.source.id, [])
             keys.append((content.name, content.held))
     return {name: short_hash(sorted(keys), 12) for name, keys in keys_by_id.items()}

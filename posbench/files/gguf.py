@@ -444,15 +444,7 @@ def convert(
         MachineError: The cache cannot be written, or has too little room.
     """
     folder = converted_folder(sha256)
-    _remove_abandoned(folder.parent)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=folder.parent))
-    except OSError as error:
-        allowed = f"a folder that can be written ({error.strerror})"
-        hint = "set POSBENCH_CACHE=DIR"
-        raise MachineError("POSBENCH_CACHE", str(folder), allowed, hint) from error
-    try:
+    with scratch_folder(folder.parent) as scratch:
         types = _write_checkpoint(file, scratch, field, name, say)
         files = {f.name: file_sha256(f) for f in sorted(scratch.iterdir())}
         record = {"gguf": sha256, "weights": types, "files": files}
@@ -460,9 +452,31 @@ def convert(
         # Another process may have made the same folder meanwhile.
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
+    return folder
+
+
+@contextmanager
+def scratch_folder(cache: Path) -> Iterator[Path]:
+    """Make a folder in a cache to write into, and remove it after the block unless it was renamed.
+
+    Args:
+        cache: The folder of the cache.
+
+    Raises:
+        MachineError: The cache cannot be written.
+    """
+    _remove_abandoned(cache)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=cache))
+    except OSError as error:
+        allowed = f"a folder that can be written ({error.strerror})"
+        hint = "set POSBENCH_CACHE=DIR"
+        raise MachineError("POSBENCH_CACHE", str(cache), allowed, hint) from error
+    try:
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return folder
 
 
 def _remove_abandoned(parent: Path) -> None:

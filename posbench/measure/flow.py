@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from posbench.late import Tensor, inference_mode, sdpa, torch
-from posbench.model import families
 from posbench.model.attention import attention_weights
-from posbench.model.guard import check_finite, guarded
-from posbench.model.hooks import intercepting_attention
+from posbench.model.guard import forward, guarded
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array
 from posbench.theory import masks
@@ -48,28 +45,15 @@ def flow(lm: LM, ids: Sequence[int], parts: int, sink_tokens: int) -> dict[str, 
     reduction = _Reduction(len(ids), parts, sink_tokens)
 
     def read(
-        module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **settings: Any
-    ) -> Any:
-        following = settings.pop("following")
-        blocks = attention_rows(query, key, mask, **settings)
-        reduction.add_layer(module.layer_idx, blocks)
-        return following(module, query, key, value, mask, **settings)
+        layer: int, query: Tensor, key: Tensor, mask: Any, **settings: Any
+    ) -> None:
+        reduction.add_layer(layer, attention_rows(query, key, mask, **settings))
 
-    def read_map(layer: int) -> Callable[..., None]:
-        return lambda module, args, output: reduction.add_layer(
-            layer, [(0, output[1].float())]
-        )
+    def read_map(layer: int, weights: Tensor) -> None:
+        reduction.add_layer(layer, [(0, weights.float())])
 
-    with ExitStack() as stack:
-        if families.family_of(lm.model).interface:
-            stack.enter_context(intercepting_attention(lm.model, read))
-        else:
-            stack.enter_context(lm.eager())
-            for layer, module in enumerate(families.attention_modules(lm.model)):
-                stack.callback(module.register_forward_hook(read_map(layer)).remove)
-        check_finite(
-            lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits
-        )
+    with lm.reading_attention(read, read_map):
+        forward(lm, **lm.pad([ids]))
     return reduction.results()
 
 

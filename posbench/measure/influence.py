@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from posbench.late import Tensor, inference_mode, nn, torch
 from posbench.measure.flow import attention_rows
 from posbench.model import families
 from posbench.model.guard import check_finite, guarded
-from posbench.model.hooks import intercepting_attention, pre_hooks
+from posbench.model.hooks import pre_hooks
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array
 
@@ -165,14 +165,12 @@ def _following(lm: LM, rollout: _Rollout) -> Iterator[None]:
         rollout.enter_layer(families.attention_input(args, kwargs))
 
     def read(
-        module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **settings: Any
-    ) -> Any:
-        following: Callable[..., Any] = settings.pop("following")
+        layer: int, query: Tensor, key: Tensor, mask: Any, **settings: Any
+    ) -> None:
         rollout.attend(attention_rows(query.detach(), key.detach(), mask, **settings))
-        return following(module, query, key, value, mask, **settings)
 
-    def read_map(_: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
-        rollout.attend([(0, output[1].detach().float())])
+    def read_map(layer: int, weights: Tensor) -> None:
+        rollout.attend([(0, weights.detach().float())])
 
     def add(_: nn.Module, args: Any, output: Any) -> None:
         added = output[0] if isinstance(output, tuple) else output
@@ -181,12 +179,7 @@ def _following(lm: LM, rollout: _Rollout) -> Iterator[None]:
     layers = families.decoder_layers(lm.model)
     with ExitStack() as stack:
         stack.enter_context(pre_hooks(layers, None, lambda _: enter))
-        if families.family_of(lm.model).interface:
-            stack.enter_context(intercepting_attention(lm.model, read))
-        else:
-            stack.enter_context(lm.eager())
-            for module in families.attention_modules(lm.model):
-                stack.enter_context(module.register_forward_hook(read_map))
+        stack.enter_context(lm.reading_attention(read, read_map))
         for module in families.attention_output_modules(lm.model):
             stack.enter_context(module.register_forward_hook(add))
         yield

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from posbench.errors import UserError
 from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
-from posbench.model.guard import check_finite, guarded
+from posbench.model.guard import forward, guarded
 from posbench.model.items import token_spans
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
@@ -59,7 +59,7 @@ def attention_to_items(
     pool = item_pool(encoded, examples, inputs["attention_mask"].shape[1])
     layers = []
     with lm.last_attention() as weights:
-        check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+        forward(lm, **inputs)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows next to each other, which are averaged as heads are.
             rows = weights[layer].unflatten(0, (len(examples), -1)).mean(1)
@@ -127,8 +127,7 @@ def attention_to_thirds(
     shares = np.zeros((len(prompts), lm.layers, 3))
     for batch in batches:
         with lm.last_attention() as weights:
-            inputs = lm.pad([prompts[i] for i in batch])
-            check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+            forward(lm, **lm.pad([prompts[i] for i in batch]))
         for layer in range(lm.layers):
             # A method may run a prompt as several rows, which are averaged as heads are.
             by_prompt = weights[layer].unflatten(0, (len(batch), -1))

@@ -11,7 +11,7 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.late import Tensor, inference_mode, sdpa, torch
 from posbench.model import families
-from posbench.model.guard import check_finite, guarded
+from posbench.model.guard import forward, guarded
 from posbench.model.hooks import intercepting_attention
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array, normal
@@ -206,9 +206,7 @@ def read_scores(
         return following(module, query, key, *args, **settings)
 
     with intercepting_attention(lm.model, read):
-        check_finite(
-            lm.model(**lm.pad(batch), use_cache=False, logits_to_keep=1).logits
-        )
+        forward(lm, **lm.pad(batch))
     add_pending()
 
 

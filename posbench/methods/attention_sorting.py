@@ -12,7 +12,7 @@ from posbench.late import F, Tensor, inference_mode, torch
 from posbench.methods.base import Method, Needs
 from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoder
-from posbench.model.guard import check_finite, guarded
+from posbench.model.guard import forward, guarded
 from posbench.model.items import ItemPrompt, Span, token_spans
 from posbench.model.lm import LM
 from posbench.schema import Whole
@@ -121,8 +121,7 @@ def item_scores(
         score: Whether the weights of an item's tokens are summed or averaged.
     """
     with lm.last_attention() as weights:
-        inputs = lm.pad([ids])
-        check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+        forward(lm, **lm.pad([ids]))
     row = mean_weights([weights[layer] for layer in range(lm.layers)], len(ids))[0]
     scores = []
     for start, end in spans:

@@ -1,7 +1,8 @@
 """A method that changes the prompt alone, so that any model can be asked under it, also one behind a server."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 from posbench.methods.base import CheckpointChange, Method
@@ -65,3 +66,9 @@ def ranked_items(prompt: ItemPrompt) -> list[int]:
     shown = prompt.shown_items
     ranking = prompt.orders.get("relevance", shown)
     return [index for index in ranking if index in set(shown)]
+
+
+def with_chosen_items(prompt: ItemPrompt, items: Sequence[int]) -> ItemPrompt:
+    """The prompt with these items in this order; a later method does not take the new order for a ranking."""
+    orders = {"relevance": ranked_items(prompt), **prompt.orders}
+    return replace(prompt.with_items(items), orders=orders)

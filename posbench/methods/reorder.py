@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from posbench.errors import UserError
-from posbench.methods.prompt_change import PromptChange, ranked_items
+from posbench.methods.prompt_change import (
+    PromptChange,
+    ranked_items,
+    with_chosen_items,
+)
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
@@ -85,11 +89,8 @@ class Reorder(PromptChange):
         shown = prompt.shown_items
         if not shown:
             return prompt
-        ranking = ranked_items(prompt)
-        # A later method must not take the new order for a ranking.
-        orders = {**prompt.orders, "relevance": prompt.orders.get("relevance", ranking)}
-        reordered = prompt.with_items(self._arrange(prompt, shown, ranking))
-        return replace(reordered, orders=orders)
+        items = self._arrange(prompt, shown, ranked_items(prompt))
+        return with_chosen_items(prompt, items)
 
     def _arrange(
         self, prompt: ItemPrompt, shown: Sequence[int], ranking: Sequence[int]

@@ -1,9 +1,13 @@
 """Show the best items of a prompt alone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from posbench.methods.prompt_change import PromptChange, ranked_items
+from posbench.methods.prompt_change import (
+    PromptChange,
+    ranked_items,
+    with_chosen_items,
+)
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
@@ -42,8 +46,5 @@ class TopDocuments(PromptChange):
         shown = prompt.shown_items
         if len(shown) <= self.count:
             return prompt
-        ranking = ranked_items(prompt)
-        best = set(ranking[: self.count])
-        orders = {**prompt.orders, "relevance": prompt.orders.get("relevance", ranking)}
-        shortened = prompt.with_items([index for index in shown if index in best])
-        return replace(shortened, orders=orders)
+        best = set(ranked_items(prompt)[: self.count])
+        return with_chosen_items(prompt, [index for index in shown if index in best])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -524,6 +524,31 @@ class LM(Encoder):
         """
         weights: dict[int, Tensor] = {}
 
+        def read(
+            layer: int, query: Tensor, key: Tensor, mask: Any, **settings: Any
+        ) -> None:
+            # The last row is computed once more in front of the kernel in use.
+            weights[layer] = last_query_weights(query, key, mask, **settings)
+
+        def read_map(layer: int, whole: Tensor) -> None:
+            weights[layer] = whole[:, :, -1]
+
+        with self.reading_attention(read, read_map):
+            yield weights
+
+    @contextmanager
+    def reading_attention(
+        self, read: Callable[..., None], read_map: Callable[[int, Tensor], None]
+    ) -> Iterator[None]:
+        """Show the attention of every layer, in each forward inside the block, to one of two functions.
+
+        Args:
+            read: Takes layer, query, key and mask, and the settings of the library's attention function by name, before
+                this function runs.
+            read_map: Takes layer and weights [B, H, T, T]; for families without such a function, which compute all
+                weights.
+        """
+
         def attend(
             module: Any,
             query: Tensor,
@@ -534,21 +559,20 @@ class LM(Encoder):
             following: AttentionFunction,
             **settings: Any,
         ) -> Any:
-            # The last row is computed once more in front of the kernel in use.
-            weights[module.layer_idx] = last_query_weights(query, key, mask, **settings)
+            read(module.layer_idx, query, key, mask, **settings)
             return following(module, query, key, value, mask, **settings)
 
-        def keep_weights(module: Any, args: Any, output: tuple[Any, ...]) -> None:
-            weights[module.layer_idx] = output[1][:, :, -1]
+        def hook(layer: int) -> Callable[..., None]:
+            return lambda module, args, output: read_map(layer, output[1])
 
         with ExitStack() as stack:
             if families.family_of(self.model).interface:
                 stack.enter_context(intercepting_attention(self.model, attend))
             else:
                 stack.enter_context(self.eager())
-                for module in families.attention_modules(self.model):
-                    stack.enter_context(module.register_forward_hook(keep_weights))
-            yield weights
+                for layer, module in enumerate(families.attention_modules(self.model)):
+                    stack.enter_context(module.register_forward_hook(hook(layer)))
+            yield
 
     @contextmanager
     def eager(self) -> Iterator[None]:

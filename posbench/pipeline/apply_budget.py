@@ -78,7 +78,7 @@ def apply_budget(
                 plan, timed = plan_run(config, prepared.reader, console, watch)
         write_plan(file, plan)
     for line in plan.lines():
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line)
     return BudgetedRun(
         with_settings(config, plan.settings), plan, timed.lm if timed else None
     )

@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from posbench import paths
-from posbench.errors import UserError, choices, closest, near
+from posbench.errors import UserError, choices, near, unknown_name
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.pipeline.constants import FROM_RUN, read_constants
@@ -376,9 +376,7 @@ def _find_experiment(name: str, folders: Sequence[Path]) -> Path:
     if file:
         return file
     names = choices(*paths.group_folders("experiment", folders))
-    hint = near(name, names, "posbench ls experiments")
-    allowed = closest(name, names, "posbench ls experiments")
-    raise UserError("experiment", name, allowed, hint)
+    raise unknown_name("experiment", name, names, "posbench ls experiments")
 
 
 def leaf_keys(node: Any, key: str) -> Iterator[str]:

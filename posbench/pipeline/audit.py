@@ -182,7 +182,7 @@ def audit_shards(run: Run) -> None:
         return
     audit = audit_rows(run, dtype_name(run.lm))
     record_audit(run.out, audit)
-    run.console.print(audit.words, soft_wrap=True, markup=False)
+    run.console.print(audit.words)
     need_agreement(run.out, audit)
 
 

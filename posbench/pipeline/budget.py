@@ -972,26 +972,51 @@ def describe_long_run(config: Config, run: Run) -> str:
         works = estimate_run(config, planned)
         return sum(speed.seconds(costs, work) for work in works)
 
-    seconds = seconds_of(config)
-    if seconds < LONG_RUN_SECONDS:
-        return ""
-    least = seconds_of(with_settings(config, {"task.max_new_tokens": 1}))
-    line = f"this run takes {spelled_range(least, seconds)} on this machine; "
-    for text in SUGGESTED_BUDGETS:
-        total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
-        if total >= seconds:
-            return f"{line}budget={text} holds all of it"
+    def fitting(total: float) -> str:
         chooser = Chooser(
             config, reader, lambda work: speed.seconds(costs, work), total
         )
         chosen = chooser.choose(total)
-        if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
-            width = 100 * half_width(chosen[1])
-            return (
-                f"{line}budget={text} asks less: about {chosen[1]} questions at each position, "
-                f"intervals of at most +-{width:.0f} points"
-            )
-    return f"{line}budget=1d would ask what fits into a day"
+        if not chosen or chosen[1] < min(ENOUGH_QUESTIONS, chooser.limit):
+            return ""
+        width = 100 * half_width(chosen[1])
+        return (
+            f"asks less: about {chosen[1]} questions at each position, "
+            f"intervals of at most +-{width:.0f} points"
+        )
+
+    return describe_if_long("run", config, seconds_of, fitting)
+
+
+def describe_if_long(
+    subject: str,
+    config: Config,
+    seconds_of: Callable[[Config], float],
+    fitting: Callable[[float], str],
+) -> str:
+    """Return a line on the time of a run or study of more than an hour, and on a budget; empty for a shorter one.
+
+    Args:
+        subject: ``run`` or ``study``.
+        config: Its config.
+        seconds_of: Expected seconds of a config.
+        fitting: What a budget that leaves this many seconds does, in words; empty where it leaves a handful of
+            questions, which would be no good advice.
+    """
+    seconds = seconds_of(config)
+    if seconds < LONG_RUN_SECONDS:
+        return ""
+    least = seconds_of(with_settings(config, {"task.max_new_tokens": 1}))
+    line = f"this {subject} takes {spelled_range(least, seconds)} on this machine; "
+    for text in SUGGESTED_BUDGETS:
+        # Speeds vary: a plan keeps a part of the budget.
+        total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
+        if total >= seconds:
+            return f"{line}budget={text} holds all of it"
+        fits = fitting(total)
+        if fits:
+            return f"{line}budget={text} {fits}"
+    return f"{line}budget=1d takes what fits into a day"
 
 
 def spelled_range(least: float, most: float) -> str:

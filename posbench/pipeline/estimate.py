@@ -75,7 +75,7 @@ def show(
     if estimates:
         console.print(_table(estimates, seconds))
     costs = Costs.of(run.lm)
-    console.print(_memory_line(costs, estimates), soft_wrap=True)
+    console.print(_memory_line(costs, estimates))
     if estimates:
         flops = sum(costs.flops(work) for work in estimates)
         console.print(f"about {flops:.1e} operations, without what a method adds")
@@ -91,7 +91,7 @@ def show(
         if unknown:
             message += f" without {unknown}, which cannot be estimated"
         message += f", from {TIMED_BATCHES} batches on this machine"
-        console.print(f"time: {message}", soft_wrap=True)
+        console.print(f"time: {message}")
         return
     if unknown:
         console.print(f"not estimated: {unknown}")

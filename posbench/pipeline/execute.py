@@ -153,8 +153,6 @@ def execute(
             console.print(
                 f"begun on {' and '.join(earlier_machines)}, continued on {facts['hardware']}: "
                 "their rows agree up to rounding, not to the byte",
-                soft_wrap=True,
-                markup=False,
             )
         if config.budget is None:
             _announce_long_run(config, run)
@@ -373,7 +371,6 @@ def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:
     if plan.seconds is not None:
         console.print(
             f"budget: {plan.budget}, {duration(plan.seconds)} expected, {duration(seconds)} taken",
-            soft_wrap=True,
         )
 
 
@@ -388,7 +385,7 @@ def _announce_long_run(config: Config, run: Run) -> None:
     with doing("estimating the time of the run"):
         line = describe_long_study(config, run) or describe_long_run(config, run)
     if line:
-        run.console.print(line, soft_wrap=True, markup=False)
+        run.console.print(line)
 
 
 # Folders
@@ -647,7 +644,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
             if 2 * parameters * len(ids) > LONG_CHECK_OPERATIONS:
                 message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"
-                run.console.print(message, soft_wrap=True, markup=False)
+                run.console.print(message)
             with (
                 # The run itself splits a batch that is too large.
                 suppress(torch.OutOfMemoryError),

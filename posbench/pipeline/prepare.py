@@ -16,7 +16,7 @@ from posbench.errors import Faults, UserError, merge_errors
 from posbench.files.digests import (
     Content,
     hash_paths,
-    hash_sources,
+    method_file_hashes,
     read_contents,
 )
 from posbench.files.sources import Source, cached_path, local, need_reachable
@@ -307,7 +307,7 @@ def build_run(
         all_methods=config.all_methods,
         model_identity=model_identity(config, contents),
         server=config.server,
-        method_files=hash_sources(contents, "method"),
+        method_files=method_file_hashes(contents),
     )
 
 

@@ -95,7 +95,7 @@ def announce_cost(config: Config, run: Run, made: int) -> None:
         return
     estimate = estimate.times(share)
     line = estimate.line(config.model.concurrency)
-    run.console.print(line, soft_wrap=True, markup=False, highlight=False)
+    run.console.print(line)
     need_consent(config, estimate, run.console)
 
 
@@ -132,11 +132,11 @@ def _describe_server(config: Config, run: Run, endpoint: Endpoint) -> str:
     if models and name not in models:
         listed = ", ".join(models[:MAX_LISTED_MODELS])
         message = f"server: it lists {listed}, not {name}, and answers all the same"
-        run.console.print(message, soft_wrap=True, markup=False)
+        run.console.print(message)
     for line in describe_endpoint(endpoint):
-        run.console.print(line, soft_wrap=True, markup=False)
+        run.console.print(line)
     comparison = compare_with_checkpoint(
         endpoint, run.encoder, config.model, config.task
     )
-    run.console.print(comparison, soft_wrap=True, markup=False)
+    run.console.print(comparison)
     return comparison

@@ -14,13 +14,11 @@ from rich.console import Console
 from posbench.backends.base import text_encoder
 from posbench.errors import UserError
 from posbench.model.load import CheckpointReader
-from posbench.pipeline import budget as budgets
 from posbench.pipeline.budget import (
     ENOUGH_QUESTIONS,
     MAX_OVERPLANNING,
     MEASURING_SHARE,
     OPTION_CHARACTERS,
-    SUGGESTED_BUDGETS,
     USED_SHARE,
     BudgetPlan,
     Chooser,
@@ -28,12 +26,12 @@ from posbench.pipeline.budget import (
     choose,
     choose_precision,
     counted_price,
+    describe_if_long,
     describe_least,
     probe_speed,
     served_seconds,
     served_work,
     spelled,
-    spelled_range,
     suggested_budget,
     time_model,
     with_settings,
@@ -43,7 +41,7 @@ from posbench.pipeline.estimate import estimate_run
 from posbench.pipeline.prepare import build_run
 from posbench.pipeline.stages import study as study_stage
 from posbench.run.base import Run
-from posbench.run.budget import Budget, Stopwatch
+from posbench.run.budget import Stopwatch
 from posbench.run.cost import WorkEstimate
 from posbench.run.folder import RunDir
 from posbench.run.heartbeat import doing
@@ -319,28 +317,23 @@ def describe_long_study(config: Config, run: Run) -> str:
     # A study that does more than ask takes longer than its forward passes, by a factor that was never timed.
     factor = 1.0 if config.study.asks_only else FIRST_TIME_RATIO
 
-    def seconds_of(work: WorkEstimate) -> float:
+    def price(work: WorkEstimate) -> float:
         return factor * speed.seconds(costs, work)
 
     chooser = StudyChooser(config, reader)
-    seconds = chooser.cost({}, chooser.limit, seconds_of)
-    if seconds < budgets.LONG_RUN_SECONDS:
-        return ""
-    one_token = StudyChooser(with_settings(config, {"task.max_new_tokens": 1}), reader)
-    least = one_token.cost({}, chooser.limit, seconds_of)
-    line = f"this study takes {spelled_range(least, seconds)} on this machine"
-    for text in SUGGESTED_BUDGETS:
-        # Speeds vary: a plan keeps a part of the budget.
-        total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
-        if total >= seconds:
-            return f"{line}; budget={text} holds all of it"
-        chosen = chooser.choose(seconds_of, total)
-        # A budget that leaves a handful of questions would be no good advice.
-        # A pair: settings of the task, and the study's first size.
-        if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
-            sizes = spelled({**chosen[0], **chooser.settings_for(chosen[1])})
-            return f"{line}; budget={text} chooses smaller sizes, about {sizes}"
-    return f"{line}; budget=1d would choose what fits into a day"
+
+    def seconds_of(config: Config) -> float:
+        return StudyChooser(config, reader).cost({}, chooser.limit, price)
+
+    def fitting(total: float) -> str:
+        chosen = chooser.choose(price, total)
+        if not chosen or chosen[1] < min(ENOUGH_QUESTIONS, chooser.limit):
+            return ""
+        option, count = chosen
+        sizes = spelled({**option, **chooser.settings_for(count)})
+        return f"chooses smaller sizes, about {sizes}"
+
+    return describe_if_long("study", config, seconds_of, fitting)
 
 
 def _measure_factor(

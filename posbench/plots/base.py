@@ -188,14 +188,14 @@ def layers_per_row(layers: int) -> int:
     return layers if layers <= 6 else MAX_PANELS_PER_ROW
 
 
-def label_bottom_row(panels: Sequence[Axes], across: int, xlabel: str) -> None:
-    """Label the x axes of the last row of panels; in long rows, with the first line of the label.
+def label_bottom_row(panels: Sequence[Axes], across: int) -> None:
+    """Label the x axes of the last row of panels as tokens; in long rows, with the first line of the label.
 
     Args:
         panels: The panels row by row; the last row may be shorter.
         across: Panels in a row.
-        xlabel: Label of all x axes.
     """
+    xlabel = TOKEN_LABEL
     if across >= MAX_PANELS_PER_ROW:
         xlabel, *_ = xlabel.splitlines()
     num_above = (len(panels) - 1) // across * across

@@ -179,7 +179,7 @@ def channel_figure(
         for axes in of_site[::across]:
             axes.set_ylabel(f"channel {channel},\n{site.replace('_', ' ')}")
     # The last site is at the bottom of the figure.
-    plot.label_bottom_row(of_site, across, plot.TOKEN_LABEL)
+    plot.label_bottom_row(of_site, across)
     if step > 1:
         figure.suptitle(f"one layer of {step}; the others are left out")
     plot.add_legend_below(figure)

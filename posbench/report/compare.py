@@ -38,7 +38,7 @@ from posbench.run.own_code import make_importable
 from posbench.schema import instantiate, override_text
 from posbench.stats import outcomes
 from posbench.stats.bootstrap import Estimate, combined
-from posbench.stats.findings import estimate_columns, estimate_row
+from posbench.stats.findings import estimate, estimate_columns, estimate_row
 from posbench.stats.frames import (
     UNMODIFIED,
     display_name,
@@ -269,9 +269,8 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
     """A metric over all gold positions; None if it is absent, or meaningless because answers are missing."""
     rows = rows_over_all_positions(metrics, metric).dropna(subset="value")
-    for row in rows[~has_missing_note(rows)].itertuples():
-        return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
-    return None
+    rows = rows[~has_missing_note(rows)]
+    return None if rows.empty else estimate(rows.iloc[0])
 
 
 def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -241,7 +240,7 @@ def _difference(after: pd.DataFrame, before: pd.DataFrame) -> bootstrap.Estimate
     """
     both = after.assign(score_before=before["score"]).dropna()
     if both.empty:
-        return bootstrap.Estimate(math.nan, math.nan, math.nan, 0)
+        return bootstrap.NO_ESTIMATE
     clusters = list(both["cluster"].astype(str))
     difference = bootstrap.paired(both["score"], both["score_before"], clusters)
     return estimate(difference._asdict(), scale=100)

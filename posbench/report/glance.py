@@ -32,7 +32,7 @@ from posbench.schema import override_text
 from posbench.search import held_back
 from posbench.search.base import FOUND_FILE
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import FINDING_VERDICTS, estimate_columns
+from posbench.stats.findings import FINDING_VERDICTS, estimate
 from posbench.stats.frames import (
     SERVED,
     UNMODIFIED,
@@ -299,7 +299,7 @@ def _worst_position(metrics: pd.DataFrame, method: str) -> list[Number]:
         return []
     row = rows.loc[rows["value"].idxmin()]
     name = f"lowest, at {round(100 * row['depth'], 1):g} % of the items"
-    return [Number.of(name, _as_estimate(row), "%", "z.1f", 100)]
+    return [Number.of(name, estimate(row), "%", "z.1f", 100)]
 
 
 def _bias_sentence(
@@ -683,7 +683,7 @@ def _better_of_two(second: Mapping[str, Any]) -> int | None:
         return int(order == "above")
     if order == "not compared" or second["position_bias_difference"] is None:
         return None
-    change = _compared(second, "position_bias_difference")
+    change = estimate(second, "position_bias_difference", 100)
     if change.ci_low <= 0 <= change.ci_high:
         return None
     return int(change.value < 0)
@@ -744,7 +744,7 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
     for name in ("score", "position_bias"):
         column = f"{name}_difference"
         if second[column] is not None:
-            change = _compared(second, column)
+            change = estimate(second, column, 100)
             if better == 0:
                 value, ci_low, ci_high, n = change
                 change = Estimate(-value, -ci_high, -ci_low, n)
@@ -786,7 +786,7 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
         return Glance(word, "open", sentence, tuple(reversed(numbers)), sample=sample)
     if shared:
         shared = f" on the {shared} that both were asked"
-    points = f"{abs(_compared(second, 'score_difference').value):z.1f} points"
+    points = f"{abs(estimate(second, 'score_difference', 100).value):z.1f} points"
     sentence = first_short(
         f"{high} scores {points} above {low}{shared}.",
         f"{high} scores {points} above {low}.",
@@ -972,23 +972,12 @@ def _key_of(override: str) -> str:
 # Numbers
 
 
-def _compared(row: Mapping[str, Any], name: str) -> Estimate:
-    """An estimate of a row of comparison.csv, in points."""
-    value, low, high = (100 * float(row[column]) for column in estimate_columns(name))
-    return Estimate(value, low, high, int(row["n"]))
-
-
 def _estimate(metrics: pd.DataFrame, method: str, metric: str = "") -> Estimate | None:
     """A number of a method over all gold positions; None where it was not measured, or answers are missing."""
     rows = rows_over_all_positions(metrics, metric)
     rows = rows[(rows["method"] == method) & ~has_missing_note(rows)]
     rows = rows.dropna(subset=["value", "ci_low"])
-    return None if rows.empty else _as_estimate(rows.iloc[0])
-
-
-def _as_estimate(row: Any) -> Estimate:
-    """The estimate in a row of metrics.csv."""
-    return Estimate(row["value"], row["ci_low"], row["ci_high"], int(row["n"]))
+    return None if rows.empty else estimate(rows.iloc[0])
 
 
 def _points(estimate: Estimate | None) -> str:

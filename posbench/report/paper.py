@@ -17,7 +17,7 @@ from posbench.report.folder import read_json, unreadable_file_error
 from posbench.report.tables import Table, cell, has_missing_note, points
 from posbench.report.text import tally_verdicts
 from posbench.stats.bootstrap import Estimate, wilson
-from posbench.stats.findings import estimate_columns
+from posbench.stats.findings import estimate, estimate_columns
 from posbench.stats.reference import SHARE_MARGIN, agreement
 
 OTHER_MODEL = "other model, not comparable"
@@ -319,9 +319,7 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
             verdict = "not measured" if names["model"] in models else OTHER_MODEL
             rows.append({**names, "setting": "", **facts, "verdict": verdict})
         for match in matches.to_dict("records"):
-            ours = Estimate(
-                match["value"], match["ci_low"], match["ci_high"], match["n"]
-            )
+            ours = estimate(match)
             verdict = agreement(ours, paper, margin)
             if tuple(match[name] for name in RUN_COLUMNS) in methods_without_answers:
                 verdict = MISSING_ANSWERS

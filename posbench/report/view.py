@@ -43,7 +43,7 @@ def write_view(folder: Path) -> tuple[Path, int]:
         raise UserError(
             "FOLDER", str(page), "no file, or a page of posbench view", hint
         )
-    records = index.records(folder)
+    records = index.records(folder) if folder.is_dir() else []
     if not records:
         hint = "make a first run: posbench"
         raise UserError("FOLDER", str(folder), "a folder that holds runs", hint)

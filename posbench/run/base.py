@@ -91,7 +91,7 @@ class Run:
         """The model in this process, loaded when it is first needed."""
         message = Text(f"loading {self.model.name}")
         if self.runtime.log_every and not self.console.is_terminal:
-            self.console.print(message, soft_wrap=True)
+            self.console.print(message)
         with loading(self.model.name, self.console):
             return load(
                 self.model,

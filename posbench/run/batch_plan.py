@@ -530,9 +530,9 @@ class BatchPlan(Plan):
         """Print which methods share no prefill, and after the block the number of tokens that sharing saved."""
         tokens_before = self.lm.tokens_read
         for note in self.notes:
-            run.console.print(f"{stage}: {note}", soft_wrap=True, markup=False)
+            run.console.print(f"{stage}: {note}")
         yield
         computed = self.lm.tokens_read - tokens_before
         if computed < self.requested_tokens:
             message = f"{computed:,} of {self.requested_tokens:,} prompt tokens computed, the others shared"
-            run.console.print(f"{stage}: {message}", soft_wrap=True, markup=False)
+            run.console.print(f"{stage}: {message}")

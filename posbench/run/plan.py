@@ -303,7 +303,7 @@ class Plan(ABC):
             if len(own_batches) < len(missing):
                 run.workers.start(run.method.found_parameters)
                 message = f"{shard.count} processes share out the prompts; below, what this one makes"
-            run.console.print(f"{stage}: {message}", markup=False)
+            run.console.print(f"{stage}: {message}")
         if not own_batches:
             return []
         return run.rows.complete(

@@ -256,7 +256,7 @@ class WorkerPool:
                 text = (folder.path / LOG).read_text(errors="replace")
                 lines = text.strip().splitlines() or ["without a word"]
                 message = f"worker {index} ended with status {process.exitcode}: what it lacks is made here"
-                self.console.print(f"{message} ({lines[-1]})", markup=False)
+                self.console.print(f"{message} ({lines[-1]})")
                 del self.processes[index]
 
     def finish(self) -> None:

@@ -274,25 +274,25 @@ class Search(ABC):
             run: The run.
             block: The method's block in ``found.yaml``.
         """
-        run.console.print(f"search chose {self.describe(block)}", soft_wrap=True)
+        run.console.print(f"search chose {self.describe(block)}")
         overridden = [f"{k} {v}" for k, v in run.method.overridden.items()]
         if overridden:
             line = (
                 f"typed, and used in place of what was found: {', '.join(overridden)}"
             )
             line += "; a gain is that of what was found"
-            run.console.print(line, soft_wrap=True)
+            run.console.print(line)
         for line in self.remarks(block):
-            run.console.print(line, soft_wrap=True)
+            run.console.print(line)
         line = held_back.summary_line(block["held_back"])
         if held_back.shows_no_gain(block["held_back"]):
             if not {"intervene", "evaluate"} & set(run.stages):
                 return  # the run ends with that line
             line += "; the stages that follow run with what it found all the same"
-        run.console.print(line, soft_wrap=True)
+        run.console.print(line)
         if "evaluate" not in run.stages:
             text = _without_verdict((run.out.path / FOUND_FILE).read_text())
-            run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
+            run.console.print(f"paste into the model's YAML:\n\n{text}")
 
     def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
         """Compare the result on held-back prompts with the model without it; rows that exist are not computed again.

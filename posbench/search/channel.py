@@ -434,7 +434,7 @@ class ChannelSearch(DeploySearch):
             return measured, f"{self.candidates} candidates"
         # In some models no channel passes; then the paper's "w/o monotonicity" (Table 6) applies.
         reason = "no channel is monotone in more than a quarter of the layers"
-        run.console.print(f"search: {reason}; the smoothest are tried", soft_wrap=True)
+        run.console.print(f"search: {reason}; the smoothest are tried")
         measured = self.statistics(averages, monotone_only=False)
         return measured, "the smoothest, as none is monotone"
 

@@ -68,6 +68,9 @@ class Estimate(NamedTuple):
         return with_interval(self.value, self.ci_low, self.ci_high)
 
 
+NO_ESTIMATE = Estimate(np.nan, np.nan, np.nan, 0)
+
+
 def chunk_sizes(resamples: int, width: int) -> Iterator[int]:
     """Split resamples of ``width`` entries each into chunks that fit in memory; yield the sizes of the chunks."""
     largest = max(MAX_RESAMPLED_ENTRIES // width, 1)

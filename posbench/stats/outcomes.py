@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,7 +23,6 @@ Outcome = Literal["answered", "cut", "refused", "no answer", "not read", "failed
 its own. ``no answer``: the reply is not known to be an answer. ``not read``: the prompt did not arrive whole.
 ``failed``: no reply came.
 """
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 ANSWERED: Outcome = "answered"
 CUT: Outcome = "cut"
 REFUSED: Outcome = "refused"

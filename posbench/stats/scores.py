@@ -14,6 +14,7 @@ import numpy as np
 from posbench.late import DataFrame, pd
 from posbench.stats import outcomes, position_bias
 from posbench.stats.bootstrap import (
+    NO_ESTIMATE,
     Array,
     Estimate,
     combined,
@@ -35,7 +36,6 @@ the curve over gold positions; their note says why no bias can be seen, where th
 
 OVER_ALL = {"gold_position": "all", "depth": np.nan}
 """Cells of a row over all gold positions."""
-NO_ESTIMATE = Estimate(np.nan, np.nan, np.nan, 0)
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", *_SCORE)
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets)."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from posbench.late import pd
 from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import estimate
 from posbench.stats.position_bias import CONTRAST, SMALLEST_BIAS, CurveIntervals
 
 PRIMACY = "primacy"
@@ -200,21 +201,18 @@ def curve_in_metrics(metrics: pd.DataFrame, method: str) -> CurveIntervals | Non
     placed = rows[rows["metric"] == CONTRAST].drop_duplicates("gold_position")
     positions = pd.to_numeric(placed["gold_position"])
     contrasts = [
-        _estimate(row) for row in placed.loc[positions.sort_values().index].itertuples()
+        estimate(row)
+        for row in placed.loc[positions.sort_values().index].to_dict("records")
     ]
     over_all = rows[rows["gold_position"].astype(str) == "all"].drop_duplicates(
         "metric"
     )
-    by_metric: dict[str, Any] = {row.metric: row for row in over_all.itertuples()}
+    by_metric = {row["metric"]: row for row in over_all.to_dict("records")}
     keys = ("position_bias", "primacy", "recency")
     if not contrasts or not all(key in by_metric for key in keys):
         return None
-    bias, first, last = (_estimate(by_metric[key]) for key in keys)
+    bias, first, last = (estimate(by_metric[key]) for key in keys)
     return CurveIntervals(bias, first, last, contrasts)
-
-
-def _estimate(row: Any) -> Estimate:
-    return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
 
 
 def is_named_bias(bias: Any) -> bool:

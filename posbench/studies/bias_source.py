@@ -156,12 +156,7 @@ class BiasSource(Study):
         Raises:
             UserError: The task or the model does not fit.
         """
-        shared.check_prompts(run)
-        examples = sort_by_gold_position(shared.need_items(run.task), 1)
-        if len(examples) < 2:
-            allowed = "two gold positions or more, a better and a worse one"
-            hint = "set task.positions=[0%,50%,100%]"
-            raise UserError("task.positions", len(examples), allowed, hint)
+        examples = shared.check_positions(run, "a better and a worse one")
         if any(not example.answers for example in examples):
             allowed = "a task with answers, whose loss can be measured"
             raise UserError(

@@ -270,7 +270,7 @@ class OrderStudy(Study):
             names_by_reason[reason].append(name)
         for reason, names in names_by_reason.items():
             listed = ", ".join(names)
-            run.console.print(f"order: {listed} left out: {reason}", markup=False)
+            run.console.print(f"order: {listed} left out: {reason}")
         has_references = any(example.answers for example in run.evaluation)
         asked, kept_back = self._split(_judged(run.evaluation))
         # In the random order of the race, on which its intervals rest.
@@ -378,7 +378,7 @@ class OrderStudy(Study):
             message = f"order: {questions} questions, {num_policies} policies against {AS_RETRIEVED}; {detected}"
         if left_out:
             message += f"; {left_out} prompts without a reference are not asked"
-        run.console.print(message, soft_wrap=True, markup=False, highlight=False)
+        run.console.print(message)
 
     def _split(
         self, examples: Sequence[Example]

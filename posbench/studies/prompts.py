@@ -102,6 +102,25 @@ def check_prompts(run: Run, task: Task | None = None) -> None:
     encode_longest(run.lm, task, task.evaluation())
 
 
+def check_positions(run: Run, purpose: str) -> list[Example]:
+    """Return the first example at each gold position, sorted by it.
+
+    Args:
+        run: The run.
+        purpose: What several positions are for, for the error.
+
+    Raises:
+        UserError: The prompts do not fit (:func:`check_prompts`), or have one gold position.
+    """
+    check_prompts(run)
+    examples = sort_by_gold_position(need_items(run.task), 1)
+    if len(examples) < 2:
+        allowed = f"two gold positions or more, {purpose}"
+        hint = "set task.positions=[0%,50%,100%]"
+        raise UserError("task.positions", len(examples), allowed, hint)
+    return examples
+
+
 def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
     """Raise UserError unless a list names some of the model's layers; None stands for a default."""
     if layers is None:
@@ -583,10 +602,11 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
     # Differences are over prompts that all methods answered.
     wide = all_scores.dropna()
     if wide.empty:
-        nothing = Estimate(math.nan, math.nan, math.nan, 0)
         names = ("value", "difference", "gain")
         columns = {
-            k: v for name in names for k, v in estimate_row(nothing, name).items()
+            k: v
+            for name in names
+            for k, v in estimate_row(bootstrap.NO_ESTIMATE, name).items()
         }
         return {**columns, "n": 0, "missing": missing, "changed": math.nan}
     answered = scores[(scores["method"] == method) & scores["score"].notna()]

@@ -117,12 +117,7 @@ class Structure(Study):
             UserError: The task or the method does not fit.
         """
         shared.need_whole_maps(run)
-        shared.check_prompts(run)
-        examples = sort_by_gold_position(shared.need_items(run.task), 1)
-        if len(examples) < 2:
-            allowed = "two gold positions or more, to compare"
-            hint = "set task.positions=[0%,50%,100%]"
-            raise UserError("task.positions", len(examples), allowed, hint)
+        examples = shared.check_positions(run, "to compare")
         try:
             encode_longest(run.lm, run.task, self._behind_text(run, examples))
         except UserError as error:
@@ -422,7 +417,7 @@ def _mean(values: pd.Series, clusters: pd.Series) -> Estimate:
     """The mean with its interval over questions, of values that are not NaN."""
     is_number = values.notna()
     if not is_number.any():
-        return Estimate(np.nan, np.nan, np.nan, 0)
+        return bootstrap.NO_ESTIMATE
     return bootstrap.difference(values[is_number].to_numpy(), list(clusters[is_number]))
 
 

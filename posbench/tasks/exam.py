@@ -11,7 +11,13 @@ from annotated_types import Le
 from posbench.files.sources import Source
 from posbench.schema import Whole
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, find_file, read_data_rows, refuse
+from posbench.tasks.reading import (
+    Line,
+    check_subsets,
+    find_file,
+    read_data_rows,
+    refuse,
+)
 
 LETTERS = ("A", "B", "C", "D")
 PARQUET = "{}/{}-00000-of-00001.parquet"
@@ -80,7 +86,7 @@ class Exam(EvaluationOnly):
     mean: Literal["questions", "subjects"] = "questions"
 
     def __post_init__(self) -> None:
-        check_names("subsets", self.chosen, list(self.categories))
+        check_subsets(self.chosen, list(self.categories))
 
     @property
     def chosen(self) -> tuple[str, ...]:

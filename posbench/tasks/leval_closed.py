@@ -14,7 +14,7 @@ from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import (
     Line,
     Row,
-    check_names,
+    check_subsets,
     find_file,
     json_beside,
     read_data_rows,
@@ -124,7 +124,7 @@ class LEvalClosed(EvaluationOnly):
     subsets: tuple[Benchmark, ...] = ("coursera", "quality", "tpo", "sci_fi")
 
     def __post_init__(self) -> None:
-        check_names("subsets", self.subsets, list(FILES))
+        check_subsets(self.subsets, list(FILES))
 
     def official(self) -> tuple[Source, ...]:
         """The official files."""

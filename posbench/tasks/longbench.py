@@ -15,7 +15,7 @@ from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import (
     Line,
-    check_names,
+    check_subsets,
     find_file,
     json_beside,
     read_data_rows,
@@ -124,7 +124,7 @@ class LongBench(EvaluationOnly):
     truncation: Truncation = "middle"
 
     def __post_init__(self) -> None:
-        check_names("subsets", self.subsets, list(PROMPTS) if self.chosen else EXTENDED)
+        check_subsets(self.subsets, list(PROMPTS) if self.chosen else EXTENDED)
 
     @property
     def chosen(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from posbench.tasks.own_questions import (
 )
 from posbench.tasks.reading import (
     Line,
-    check_names,
+    check_subsets,
     parse_rows,
     raise_faults,
     read_data_rows,
@@ -586,7 +586,7 @@ class OwnData(OwnQuestions):
         items = self.items
         subsets = list(dict.fromkeys(record.subset for record in self.own.records))
         if self.subsets is not None:
-            check_names("subsets", self.subsets, subsets)
+            check_subsets(self.subsets, subsets)
         positions = self.gold_positions
         for record in self.own.records:
             if record.subset not in (self.subsets or subsets):

@@ -125,11 +125,10 @@ def json_beside(module: str) -> Any:
     return json.loads(Path(module).with_suffix(".json").read_text("utf-8"))
 
 
-def check_names(field: str, names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Refuse names that are not allowed, repeated ones, and none at all.
+def check_subsets(names: Sequence[str], allowed: Sequence[str]) -> None:
+    """Refuse names of subsets that do not exist, repeated ones, and none at all.
 
     Args:
-        field: Key of the task that holds the names.
         names: The names.
         allowed: Those that exist.
 
@@ -139,10 +138,10 @@ def check_names(field: str, names: Sequence[str], allowed: Sequence[str]) -> Non
     choices = f"some of {', '.join(allowed)}"
     for name in names:
         if name not in allowed:
-            refuse(field, name, choices, near(name, allowed, "remove it"))
+            refuse("subsets", name, choices, near(name, allowed, "remove it"))
     if not names or len(set(names)) < len(names):
-        hint = f"set task.{field}=[{allowed[0]}]"
-        refuse(field, list(names), f"{choices}, at least one, each once", hint)
+        hint = f"set task.subsets=[{allowed[0]}]"
+        refuse("subsets", list(names), f"{choices}, at least one, each once", hint)
 
 
 def find_file(

@@ -12,7 +12,7 @@ from posbench.late import np, pd
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, find_file, read_data_rows
+from posbench.tasks.reading import Line, check_subsets, find_file, read_data_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,7 +90,7 @@ class ZeroSCROLLS(EvaluationOnly):
     truncation: Truncation = "document"
 
     def __post_init__(self) -> None:
-        check_names("subsets", self.subsets, list(NEW_TOKENS))
+        check_subsets(self.subsets, list(NEW_TOKENS))
 
     def official(self) -> tuple[Source, ...]:
         """Return the hub's files: one zip per task."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from posbench.measure.outcomes import Decision, decide_outcome, holds_answer
 from posbench.model.answers import RequestError, read_reply
 from posbench.run.reply_rows import rescored_row
-from posbench.stats.outcomes import OUTCOMES
+from posbench.stats.outcomes import Outcome
 from posbench.tasks import KVRetrieval
 
 LIMIT = 20
@@ -223,6 +223,6 @@ def test_rescoring_changes_what_depends_on_the_task_alone() -> None:
     assert "reason" not in again
     back = rescored_row(kv, example, {**again, "output": "It is"})
     assert (back["outcome"], back["scores"]) == ("cut", {})
-    for outcome in set(OUTCOMES) - {"answered", "cut"}:
+    for outcome in set(get_args(Outcome)) - {"answered", "cut"}:
         kept = {**row, "outcome": outcome, "scores": {}}
         assert rescored_row(kv, example, kept) == kept

@@ -111,7 +111,7 @@ def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
         path = run.out.path / SUBMISSION / method / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-        run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
+        run.console.print(f"for the leaderboard: {path}")
 
 
 def _submission(run: Run, rows: Sequence[Row]) -> dict[str, str]:
@@ -287,7 +287,6 @@ def _undo_rescore(run: Run) -> None:
     run.out.mark(PREDICTIONS, **{RESCORED: False})
     run.console.print(
         f"evaluate: {num_changed} scores of posbench rescore made again with the code of this version",
-        soft_wrap=True,
     )
 
 

@@ -166,7 +166,7 @@ class GpuCheck(Study):
         plan = setups(device, torch.cuda.device_count(), has_flash)
         no_gpu = plan[0].missing
         if no_gpu:
-            run.console.print(f"no GPU is checked: {no_gpu}", soft_wrap=True)
+            run.console.print(f"no GPU is checked: {no_gpu}")
         rows = []
         available = []
         for setup in plan:
