@@ -312,7 +312,7 @@ def _effects(
         scores[kind_and_item] = shared.values_and_clusters(rows, "score")
     effects: dict[str, Estimate] = {}
     for role, item in items.items():
-        level = bootstrap.mean(*attention[UNMODIFIED, item])
+        level = bootstrap.mean(*attention[UNMODIFIED, item], of_scores=False)
         effects[f"{role}_unmodified"] = level
         changed = (role, item)
         unmodified = (UNMODIFIED, item)

@@ -260,7 +260,9 @@ def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
                 "gold_position": position,
                 "depth": depth,
                 "measure": name,
-                **estimate_row(bootstrap.mean(values, clusters)),
+                **estimate_row(
+                    bootstrap.mean(values, clusters, of_scores=measure == "score")
+                ),
                 **estimate_row(change, "change"),
                 "n": len(rows),
             }

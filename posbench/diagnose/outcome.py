@@ -27,7 +27,7 @@ from posbench.stats.outcomes import (
     kind_of_row,
     next_step,
 )
-from posbench.stats.position_bias import NEGLIGIBLE_SHARE
+from posbench.stats.position_bias import FLOOR_MARGIN, NEGLIGIBLE_SHARE
 from posbench.stats.shape import (
     FLAT,
     SHAPES,
@@ -49,8 +49,6 @@ from posbench.studies.structure import CAUSE, DIRECTION, conclude
 Level = Literal["in between", "floor", "ceiling", "missing answers"]
 """Whether a model's replies on a task can show a position bias, and if not, why."""
 
-FLOOR_MARGIN = 0.2
-"""At the floor, the average is surely less than this above a guess; 20 wrong answers of 20 give an interval to 0.16."""
 BEST_POSITION_MARGIN = 0.3
 """At the floor, the best position is surely less than this above a guess."""
 CEILING_MARGIN = 0.2

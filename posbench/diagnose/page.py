@@ -490,7 +490,8 @@ def _remedy_section(diagnosis: Diagnosis) -> Section | None:
         return Section("Remedies", f"None was tried: {diagnosis.remedies_note}.")
     text = (
         "Loss of the right answer on calibration prompts, with the gold item inside the prompt: the methods that fall "
-        "behind drop out after the first prompts. Time: of reading a prompt, beside the unmodified model in turn."
+        "behind drop out after the first prompts. The 95 % intervals hold for all methods together. Time: of reading a "
+        "prompt, beside the unmodified model in turn."
     )
     if diagnosis.remedies[0].name.startswith(f"{QUESTION_FIRST}-"):
         text += (

@@ -42,6 +42,7 @@ from posbench.stats.frames import (
 )
 from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
 from posbench.stats.policies import MARGIN, within_margin
+from posbench.stats.position_bias import NEGLIGIBLE_SHARE, fewest_questions
 from posbench.stats.shape import (
     NEGLIGIBLE_CONTRAST,
     SHAPES,
@@ -523,7 +524,7 @@ def measured_glance(folder: Path) -> Glance:
         nothing = Glance(
             "measured",
             "open",
-            "This study judges no claims: its numbers are in its tables and figures.",
+            "This study judges no claims: its numbers are in its tables.",
         )
     else:
         nothing = NOTHING
@@ -840,8 +841,14 @@ def _step_after_scores(
     limit = _group(config, "task").get("limit")
     method = _method_as_typed(run, config, name) if is_method_open else None
     if limit and method is not None:
-        words = ["posbench", *method, *others, f"task.limit={MORE_QUESTIONS * limit}"]
-        return " ".join(words), f"asks {MORE_QUESTIONS} times as many questions"
+        more = MORE_QUESTIONS * limit
+        purpose = f"asks {MORE_QUESTIONS} times as many questions"
+        # With fewer nothing can be seen near 0 and 100 %.
+        if more < (least := fewest_questions(NEGLIGIBLE_SHARE)):
+            more = least
+            purpose = f"asks {least} questions at each gold position"
+        words = ["posbench", *method, *others, f"task.limit={more}"]
+        return " ".join(words), purpose
     # A diagnosis asks as many questions as it needs; those of this run may be too few.
     command = " ".join(["posbench diagnose", *(method or []), *others])
     if word in (BIAS, NOT_FIXED):

@@ -646,7 +646,8 @@ def _job_notes(folder: Path) -> list[str]:
     ]
     if failed:
         listed = "; ".join(failed[:MAX_LISTED])
-        notes.append(f"Not shown, as they failed: {len(failed)} jobs ({listed}).")
+        jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
+        notes.append(f"Not shown, as failed: {jobs} ({listed}).")
     sizes = set()
     for run in sweep_runs(folder):
         budget = open_run_dir(run).facts(PROVENANCE).get("budget") or {}
@@ -1005,9 +1006,12 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     if counts:
         directions = ("raise it", "lower it", "cannot be told apart")
         changes = ", ".join(f"{counts[d]} {d}" for d in directions if counts[d])
-        parts.append(
-            f"of {counts.total()} compared with the unmodified model, {changes}"
-        )
+        total = counts.total()
+        text = f"of {total} compared with the unmodified model, {changes}"
+        # Some differ by chance alone.
+        if total >= 10:
+            text += " (each by an interval of its own: of 20 without an effect one is taken for more by chance)"
+        parts.append(text)
     parts += _bias_parts(settings)
     # Of the unmodified model, which may differ between settings of the task.
     shapes = Counter(setting.base_shape for setting in settings if setting.base_shape)

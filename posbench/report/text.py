@@ -210,7 +210,11 @@ def headline(
             biases.append(f"{name} {text} ({shape})" if shape else f"{name} {text}")
         if biases:
             results.append(f"position bias in points: {', '.join(biases)}")
-    sentences = [*warnings, "; ".join(results)]
+    summary = "; ".join(results)
+    # The name of a method keeps its spelling.
+    if summary.split(" ")[0] not in averages.index:
+        summary = summary[:1].upper() + summary[1:]
+    sentences = [*warnings, summary]
     texts = [f"{sentence}." for sentence in sentences if sentence]
     if verdict:
         text = f"Verdict: {verdict.name}"

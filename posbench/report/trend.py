@@ -24,6 +24,7 @@ from posbench.stats.correlation import spearman
 from posbench.stats.findings import (
     SMALLEST_SHARE,
     Finding,
+    draws_p,
     estimate_row,
     findings_table,
 )
@@ -225,7 +226,8 @@ class _Trend:
         if self.claims:
             claim = self.claims.attention
         estimate = percentile(correlation[0], correlation[1:], n, num_questions)
-        self._add_correlation(claim, CENTRE, -1, estimate, ", mean over prompts")
+        draws = correlation[1:]
+        self._add_correlation(claim, CENTRE, -1, estimate, draws, ", mean over prompts")
 
     def _measure_scores(self, scores: pd.DataFrame) -> None:
         """Add the trends of scores and of position bias, and the verdicts on the paper's claims about them.
@@ -256,7 +258,7 @@ class _Trend:
             claim = self.claims.score
         correlation = _rank_correlation(halves, self.numbers)
         estimate = percentile(correlation[0], correlation[1:], n)
-        self._add_correlation(claim, HALVES, 1, estimate)
+        self._add_correlation(claim, HALVES, 1, estimate, correlation[1:])
 
         claim = f"the position bias changes with {self.axis}"
         numbers = self.numbers
@@ -270,7 +272,8 @@ class _Trend:
         if len(numbers) > 2:
             correlation = _rank_correlation(biases, numbers)
             estimate = percentile(correlation[0], correlation[1:], n)
-            self._add_correlation(claim, SPREAD, 1, estimate, restriction)
+            draws = correlation[1:]
+            self._add_correlation(claim, SPREAD, 1, estimate, draws, restriction)
             gaps = (
                 self._gaps_beside(self.claims.neutral, numbers) if self.claims else ""
             )
@@ -345,6 +348,7 @@ class _Trend:
         statistic: str,
         sign: int,
         estimate: Estimate,
+        draws: Array,
         restriction: str = "",
     ) -> None:
         """Add the finding that a rank correlation lies on one side of zero.
@@ -354,14 +358,17 @@ class _Trend:
             statistic: The statistic to correlate with the swept number.
             sign: Side of zero that the paper claims; a control takes either.
             estimate: The correlation.
+            draws: Its bootstrap draws, [R].
             restriction: To which values or prompts it is restricted, in words.
         """
         text = f"rank correlation of the {statistic} with {self.axis}{restriction}{self.subset_note}"
         is_above = sign > 0 if self.claims else estimate.value > 0
         if is_above:
-            finding = Finding.above(claim, text, estimate, SMALLEST_SHARE)
+            p = draws_p(draws, SMALLEST_SHARE)
+            finding = Finding.above(claim, text, estimate, SMALLEST_SHARE, least_p=p)
         else:
-            finding = Finding.below(claim, text, estimate, -SMALLEST_SHARE)
+            p = draws_p(draws, -SMALLEST_SHARE)
+            finding = Finding.below(claim, text, estimate, -SMALLEST_SHARE, least_p=p)
         self.findings.append(finding if self.claims else finding.control())
 
     def _peak(

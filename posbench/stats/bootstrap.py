@@ -332,7 +332,11 @@ def paired(
 
 
 def mean(
-    values: Values, clusters: Sequence[str], weights: Values | None = None
+    values: Values,
+    clusters: Sequence[str],
+    weights: Values | None = None,
+    *,
+    of_scores: bool = True,
 ) -> Estimate:
     """Estimate a mean: with Wilson's interval for scores in 0..1, else with the interval of :func:`difference`.
 
@@ -347,6 +351,7 @@ def mean(
         values: The numbers.
         clusters: The cluster (question) of each.
         weights: The weight of each; None: equal ones.
+        of_scores: Whether any value could have been 0 or 1, as a score and unlike a share of the attention.
     """
     array = np.asarray(values, dtype=np.float64)
     if (array < 0).any() or (array > 1).any():
@@ -357,13 +362,13 @@ def mean(
     num_clusters = len(sums)
     n = _effective_size(array, relative, sums, sizes)
     is_binary = np.isin(array, (0, 1)).all()
-    variance = (relative * (array - value) ** 2).mean()
-    if not is_binary and variance != 0:
-        n *= value * (1 - value) / variance
+    if not is_binary:
+        extra = 0.5 if of_scores else 0.0
+        n *= _answers_per_value(array, relative, num_clusters, extra)
 
-    # The number of clusters with either answer; fewer where the clusters' sums are unequal.
+    # The number of clusters with either answer; fewer where the clusters' sums or sizes are unequal.
     answers = (sums, sizes - sums)
-    if is_binary:
+    if is_binary and np.ptp(sizes) < 1e-9:
         answers = (np.sign(sums), np.sign(sizes - sums))
     rarer = min(counts.sum() ** 2 / max((counts**2).sum(), 1e-12) for counts in answers)
     is_independent = is_binary and num_clusters == len(array)
@@ -374,6 +379,24 @@ def mean(
         z = float(scipy.special.stdtrit(degrees_of_freedom, 0.975))
     low, high = wilson(value * n, n, z)
     return Estimate(value, low, high, len(array))
+
+
+def _answers_per_value(
+    values: Array, weights: Array, num_clusters: int, extra: float
+) -> float:
+    """How many right-or-wrong answers a value strictly between 0 and 1 is worth: the ratio of their variances.
+
+    Args:
+        values: The values, [n].
+        weights: Their weights, [n], of mean 1.
+        num_clusters: Clusters (questions) that they belong to.
+        extra: Answers of each kind to add, so that scores that hardly vary do not rule out a rare other one.
+    """
+    total = num_clusters + 2 * extra
+    mean = (num_clusters * (weights * values).mean() + extra) / total
+    square = (num_clusters * (weights * values**2).mean() + extra) / total
+    variance = square - mean**2
+    return float(mean * (1 - mean) / variance) if variance > 1e-15 else 1.0
 
 
 def _relative_weights(values: Array, weights: Values | None) -> Array:
@@ -453,7 +476,10 @@ def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
 
 
 def combined(
-    parts: Sequence[Estimate], weights: Values, n: int, correlation: float = 0.0
+    parts: Sequence[Estimate],
+    weights: Values,
+    n: int,
+    correlation: float | Array = 0.0,
 ) -> Estimate:
     """Estimate a weighted sum, with an interval computed from its parts' intervals (Zou and Donner 2008).
 
@@ -463,8 +489,10 @@ def combined(
         parts: Estimates to add up.
         weights: A weight for each part.
         n: Observations behind the sum.
-        correlation: Of any two parts.
+        correlation: Of any two of the K parts, or of each two, [K, K].
     """
+    correlations = np.full((len(parts), len(parts)), correlation)
+    np.fill_diagonal(correlations, 1)
     value = sum(
         weight * part.value for weight, part in zip(weights, parts, strict=True)
     )
@@ -475,12 +503,8 @@ def combined(
             (part.ci_high if side * weight > 0 else part.ci_low) - part.value
             for weight, part in zip(weights, parts, strict=True)
         ]
-        shifts = np.abs(np.array(weights) * reaches)
-        variance = (shifts**2).sum()
-        cross_terms = (shifts * np.sign(weights)).sum() ** 2 - variance
-        ends.append(
-            value + side * np.sqrt(max(variance + correlation * cross_terms, 0))
-        )
+        shifts = np.abs(np.array(weights) * reaches) * np.sign(weights)
+        ends.append(value + side * np.sqrt(max(shifts @ correlations @ shifts, 0)))
     return Estimate(float(value), float(ends[0]), float(ends[1]), n)
 
 

@@ -155,6 +155,7 @@ class Finding:
         low: float,
         high: float,
         note: str = "",
+        least_p: float = 0.0,
     ) -> Self:
         """State the claim that a number lies between two bounds.
 
@@ -167,12 +168,15 @@ class Finding:
             low: Lower bound, -inf for none.
             high: Upper bound, inf for none.
             note: Caveats for the reader.
+            least_p: A p of another test of the claim, below which this one's may not lie.
         """
         is_inside = low < estimate.ci_low and estimate.ci_high < high
         is_beyond = estimate.ci_low > high or estimate.ci_high < low
         # An interval without width, on the bound, is no test.
         is_bound_itself = estimate.ci_low == estimate.ci_high in (low, high)
-        p = math.nan if is_bound_itself else p_value(estimate, low, high)
+        p = math.nan
+        if not is_bound_itself:
+            p = max(p_value(estimate, low, high), least_p)
         finding = cls.tested(is_inside, claim, statistic, estimate, p, note)
         finding = replace(finding, holds_if=_describe_bounds(low, high))
         if is_inside or is_beyond or finding.verdict == "not testable":
@@ -188,9 +192,10 @@ class Finding:
         estimate: Estimate,
         bound: float,
         note: str = "",
+        least_p: float = 0.0,
     ) -> Self:
         """Return the finding on the claim that a number lies above a bound; arguments as of :meth:`within`."""
-        return cls.within(claim, statistic, estimate, bound, math.inf, note)
+        return cls.within(claim, statistic, estimate, bound, math.inf, note, least_p)
 
     @classmethod
     def below(
@@ -200,9 +205,10 @@ class Finding:
         estimate: Estimate,
         bound: float,
         note: str = "",
+        least_p: float = 0.0,
     ) -> Self:
         """Return the finding on the claim that a number lies below a bound; arguments as of :meth:`within`."""
-        return cls.within(claim, statistic, estimate, -math.inf, bound, note)
+        return cls.within(claim, statistic, estimate, -math.inf, bound, note, least_p)
 
     @classmethod
     def untestable(cls, claim: str, statistic: str, note: str, n: int = 0) -> Self:
@@ -317,6 +323,19 @@ def p_value(
     return max(
         (_bound_p(value, estimate, bound) for bound in finite_bounds), default=math.nan
     )
+
+
+def draws_p(draws: Array, bound: float) -> float:
+    """Two-sided p of a bound from bootstrap draws: twice the share of them on its smaller side, or on it.
+
+    For a statistic of few values, such as a rank correlation of four numbers, which no normal distribution fits.
+
+    Args:
+        draws: The draws, [R].
+        bound: The bound.
+    """
+    fewer = min((draws <= bound).sum(), (draws >= bound).sum())
+    return float(min(2 * (1 + fewer) / (1 + len(draws)), 1))
 
 
 def _bound_p(value: float, estimate: Estimate, bound: float) -> float:

@@ -257,6 +257,10 @@ class PolicyRace:
         gain = differences.get(leader)
         if gain and gain.ci_low > 0:
             text = f"{_points(gain)} points more than {self.base}, n = {gain.n}"
+            unanswered = len(scores[self.base]) - gain.n
+            if self._worst_gain(scores, leader).ci_low <= 0:
+                reason = f"{leader} has {text}, but this is not sure where its {unanswered} questions without an answer"
+                return PolicyVerdict(CANNOT_TELL, self.base, f"{reason} count as wrong")
             if held_back is None:
                 return PolicyVerdict(USE, leader, text)
             checked = f"on held-back questions {_points(held_back)}, n = {held_back.n}"
@@ -282,6 +286,12 @@ class PolicyRace:
             reason = f"{reason}; {rank} {leader}, {_points(gain)} points, n = {gain.n}"
             needed = self.questions_needed(scores, leader)
         return PolicyVerdict(CANNOT_TELL, self.base, reason, needed)
+
+    def _worst_gain(self, scores: Mapping[str, Scores], name: str) -> Estimate:
+        """A policy's gain where each question that it has no answer to, and the base policy has, counts as wrong."""
+        base = scores[self.base]
+        complete = {**dict.fromkeys(base, 0.0), **scores[name]}
+        return _anytime(_differences(complete, base), self.alpha)
 
     def questions_needed(self, scores: Mapping[str, Scores], leader: str) -> int | None:
         """Forecast how many questions in all would tell whether the leader gains.

@@ -38,6 +38,8 @@ Of a straight line over five positions whose ends lie five points apart it is 0.
 BOOTSTRAPPED = ("primacy", "recency", "middle_drop", "position_bias")
 """Statistics that are compared with the unmodified model's."""
 TOO_FEW = "too few questions"
+FLOOR_MARGIN = 0.2
+"""At the floor, the average is surely less than this above a guess; 20 wrong answers of 20 give an interval to 0.16."""
 """Beginning of a note where even all right, or all wrong, would not tell."""
 NEGLIGIBLE_SHARE = 0.05
 """A score that exceeds guessing, or falls short of 1, by no more than this shows no bias.
@@ -294,15 +296,16 @@ def floor_note(
     Arguments as of :func:`score_limit_note`.
 
     Returns:
-        ``at the floor: ...``. If the number of questions could not show the opposite even with all right, and the
-        average does not show the floor either, ``nothing answered: ...`` if the average is no better than a guess, else
-        ``too few questions: ...``. Empty where a score is surely higher.
+        ``at the floor: ...``. If the number of questions could not show the opposite even with all right, or the
+        average may lie far above the floor, ``nothing answered: ...`` if the average is no better than a guess, else
+        ``too few questions: ...``. Empty where a score or the average is surely higher.
     """
     floor = chance + NEGLIGIBLE_SHARE
-    if max(estimate.ci_low for estimate in positions) > floor:
+    if max(estimate.ci_low for estimate in [*positions, average]) > floor:
         return ""
     least = fewest_questions(floor)
-    if questions >= least or average.ci_high <= floor:
+    may_be_far_above = average.ci_high > chance + FLOOR_MARGIN
+    if average.ci_high <= floor or (questions >= least and not may_be_far_above):
         guess = f"chance, {100 * chance:.1f} %" if chance else "zero"
         points = f"{100 * NEGLIGIBLE_SHARE:.0f} points"
         return f"at the floor: no score is reliably {points} above {guess}"
@@ -310,6 +313,7 @@ def floor_note(
         score = f"{100 * average.value:.1f} % of {average.n} prompts"
         more = f"ask {least} or more questions at each gold position"
         return f"nothing answered: {score}; make the task easier, or {more}"
+    least = max(least, 2 * questions)
     return f"{TOO_FEW}: ask {least} or more at each gold position"
 
 
@@ -417,7 +421,8 @@ def contrast_estimates(positions: Sequence[Estimate], draws: Array) -> list[Esti
     """Estimate each position minus the mean of the others, for a number of questions that was fixed beforehand.
 
     The intervals are made of Wilson's at the positions (Zou and Donner 2008): where nearly all answers are right, the
-    bootstrap's are too narrow. Positions that rise and fall together in the draws make them narrower.
+    bootstrap's are too narrow. Positions that rise and fall together in the draws make them narrower, each two as much
+    as these two do.
 
     Args:
         positions: Mean score at each of K >= 3 gold positions, [K].
@@ -426,11 +431,9 @@ def contrast_estimates(positions: Sequence[Estimate], draws: Array) -> list[Esti
     num_positions = len(positions)
     with np.errstate(invalid="ignore"):
         correlations = np.asarray(np.nan_to_num(np.corrcoef(draws.T)))
-    off_diagonal = correlations[~np.eye(num_positions, dtype=bool)]
-    correlation = float(max(off_diagonal.mean(), 0))
     weights = contrast_with_others(np.eye(num_positions))
     return [
-        combined(positions, row, position.n, correlation)
+        combined(positions, row, position.n, correlations)
         for row, position in zip(weights, positions, strict=True)
     ]
 

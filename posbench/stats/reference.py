@@ -48,11 +48,14 @@ def read_table(file: str, *columns: str) -> pd.DataFrame:
     cells = pd.DataFrame()
     if path.is_file():
         cells = pd.read_csv(path, dtype=str, keep_default_na=False)
-    if cells.empty or not set(columns) <= set(cells):
-        allowed = f"a CSV in a reference/ folder of {paths.EXPERIMENTS}"
-        if columns:
-            allowed += f" with columns {', '.join(columns)}"
-        raise UserError("experiment.reference.file", file, allowed, "check the name")
+    field = "experiment.reference.file"
+    if cells.empty:
+        allowed = f"the name of a CSV with rows in a reference/ folder of {paths.EXPERIMENTS}, or an absolute path"
+        raise UserError(field, file, allowed, "check the name")
+    missing = [name for name in columns if name not in cells]
+    if missing:
+        allowed = f"columns {', '.join(columns)}, of which {', '.join(missing)} is missing in {path}"
+        raise UserError(field, file, allowed, "correct its first line")
     return cells
 
 
@@ -195,13 +198,17 @@ class Reference:
         printed = read_table(self.file, *columns)
         tasks = {self.paper_task: self.task, **self.further_tasks}
         methods = {**self.methods, **self.variants.get(self.variant, {})}
-        printed = printed[printed["task"].isin(list(tasks))]
-        printed = printed[printed["method"].isin(list(methods))]
-        printed = printed[printed["metric"].isin(list(self.metrics))]
-        if printed.empty:
-            key = "experiment.reference.paper_task"
-            allowed = f"a task in {self.file}"
-            raise UserError(key, self.paper_task, allowed, "check the name")
+        for column, names, key in (
+            ("task", tasks, "paper_task"),
+            ("method", methods, "methods"),
+            ("metric", self.metrics, "metrics"),
+        ):
+            listed = ", ".join(dict.fromkeys(printed[column]))
+            printed = printed[printed[column].isin(list(names))]
+            if printed.empty:
+                key = f"experiment.reference.{key}"
+                hint = f"write it as {self.file} does"
+                raise UserError(key, ", ".join(names), listed, hint)
         self._check_names(printed, methods)
 
         # Blank cells say that the paper did not measure.

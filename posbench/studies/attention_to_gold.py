@@ -28,6 +28,7 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
 from posbench.stats.correlation import permutation_p, spearman
 from posbench.stats.findings import (
+    ALPHA,
     SMALLEST_SHARE,
     Finding,
     estimate,
@@ -490,9 +491,10 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
         f"layer {layer} {rho:.2f}"
         for layer, rho in zip(used_layers, by_layer, strict=True)
     )
+    permuted = permutation_p(attention, score)
     note = (
         f"mean over the retrieval-related layers (each by itself: {listed}); one-sided permutation of the "
-        f"positions: {_p_words(permutation_p(attention, score))}; same examples, resampled within positions"
+        f"positions: {_p_words(permuted)}; same examples, resampled within positions"
     )
     # A constant curve has no rank order, so no correlation.
     rhos = np.nan_to_num(spearman(attention_draws, score_draws))
@@ -500,6 +502,10 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     rho = float(spearman(attention, score))
     correlation = Estimate(rho, low, high, len(examples))
     link = Finding.above(*LINK, correlation, SMALLEST_SHARE, note)
+    # The interval is of other questions at the same positions; two unrelated curves may have one order there, too.
+    by_chance = permuted if link.verdict == "holds" else 1 - permuted
+    if link.verdict in ("holds", "contradicted") and by_chance > ALPHA:
+        link = link.inconclusive("so few positions may have this order by chance")
     if len(score) < MIN_RANKED_POSITIONS:
         few = f"{len(score)} gold positions, of which one order in {math.factorial(len(score))} is right by chance"
         link = link.not_testable(f"{few}: ask {MIN_RANKED_POSITIONS} or more")

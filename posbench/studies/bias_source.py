@@ -383,7 +383,8 @@ def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
     for (variant, position, depth), rows in frame.groupby(
         ["variant", "gold_position", "depth"], sort=False
     ):
-        mean = bootstrap.mean(rows["loss"].to_numpy(), list(rows["cluster"]))
+        losses = rows["loss"].to_numpy()
+        mean = bootstrap.mean(losses, list(rows["cluster"]), of_scores=False)
         table.append(
             {
                 "variant": variant,

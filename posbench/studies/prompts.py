@@ -574,9 +574,10 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
         }
         clusters = list(part["cluster"])
         for column in columns:
-            row |= estimate_row(
-                bootstrap.mean(part[column].to_numpy(), clusters), column
-            )
+            values = part[column].to_numpy()
+            is_score = column == "score"
+            level = bootstrap.mean(values, clusters, of_scores=is_score)
+            row |= estimate_row(level, column)
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -34,7 +34,7 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, sentence_case
 from posbench.stats.outcomes import PROBLEM, missing_note, setting_in
 from posbench.stats.policies import Scores, within_margin
-from posbench.stats.position_bias import position_bias, position_curves
+from posbench.stats.position_bias import statistic_rows
 from posbench.stats.scores import score_frame
 from posbench.stats.sequential import ALPHA
 from posbench.studies.base import Tables
@@ -174,9 +174,11 @@ class Remedies(TimingStudy):
         scores = {name: _scores(rows[name], metric) for name in methods}
         alpha = ALPHA / max(len(methods) - 1, 1)
         curves = _curves(rows, metric)
-        biases = _biases(rows, metric, run.runtime.resamples)
         table = []
         notes = {name: _missing_note(run, rows[name]) for name in methods}
+        answered = {name: rows[name] for name in methods if not notes[name]}
+        chance = run.task.chance or 0.0
+        biases = _biases(answered, metric, run.runtime.resamples, chance)
         # Without answers of the unmodified model there is nothing to compare.
         costs = {} if notes[UNMODIFIED] else self._costs(run, asked, methods)
         for name in methods:
@@ -201,7 +203,7 @@ class Remedies(TimingStudy):
                     **_columns("difference", gain),
                     "worst": worst["accuracy"],
                     "worst_position": worst["gold_position"],
-                    **_columns("bias", biases[name]),
+                    **_columns("bias", biases.get(name, bootstrap.NO_ESTIMATE)),
                     **costs[name],
                     "n": gain.n,
                     "verdict": "" if name == UNMODIFIED else _verdict(gain),
@@ -352,7 +354,8 @@ class Remedies(TimingStudy):
             "The same questions for all. Differences are paired against the unmodified model and prompt, and their "
             "intervals hold for all remedies together; the other intervals are those of each alone (95 %). Time: of a "
             "prompt with its reply over the unmodified model's, all in turn in this run, with the least and the most "
-            "of the rounds."
+            "of the rounds. Without a position bias, a remedy is right, or wrong, nearly everywhere, or too few "
+            "questions were asked to tell."
         )
         sections = [Section("Left out", "", ("method", "reason"), left_out)]
         if rows:
@@ -524,7 +527,7 @@ def _cells(row: Row) -> list[str]:
         interval("accuracy"),
         "" if is_base else interval("difference", "+.1f"),
         f"{row['worst']:.0f}",
-        interval("bias"),
+        "" if np.isnan(row["bias"]) else interval("bias"),
         "1" if is_base else _time_ratio(row),
         f"{row['tokens']:.0f}",
         f"{row['n']:.0f}",
@@ -611,9 +614,16 @@ def _curves(rows: Mapping[str, Sequence[Row]], metric: str) -> list[Row]:
 
 
 def _biases(
-    rows: Mapping[str, Sequence[Row]], metric: str, resamples: int
+    rows: Mapping[str, Sequence[Row]], metric: str, resamples: int, chance: float
 ) -> dict[str, bootstrap.Estimate]:
-    """Position bias of each method, by its name."""
+    """Position bias of each method, by its name, as every run has it: NaN where none can be seen.
+
+    Args:
+        rows: Replies by method.
+        metric: The task's metric.
+        resamples: Bootstrap draws.
+        chance: Score of a guess.
+    """
     frame = pd.DataFrame(
         [
             {
@@ -627,15 +637,14 @@ def _biases(
             if row.get("scores")
         ]
     )
-    curves = position_curves(frame, "score", "method", resamples)
-    estimates = {}
-    for name, (curve, draws) in curves.items():
-        bias, bias_draws = position_bias(curve, draws)
-        clusters = frame[frame["method"] == name]["cluster"].nunique()
-        estimates[str(name)] = bootstrap.percentile(
-            bias, bias_draws, clusters, clusters
-        )
-    return estimates
+    if frame.empty:
+        return {}
+    statistics = statistic_rows(frame, "score", UNMODIFIED, resamples, 0, chance)
+    return {
+        row.method: row.estimate
+        for row in statistics
+        if row.statistic == "position_bias"
+    }
 
 
 @plot.styled

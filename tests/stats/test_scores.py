@@ -410,13 +410,13 @@ def test_an_average_over_examples_is_the_pooled_mean() -> None:
         )
         for s in "abc"
     ]
-    # The halves of independent intervals add up as their squares do.
+    # The halves of independent intervals add up as their squares do; those of a few scores are somewhat wider.
     halves = [
         len(p) / 19 * np.diff(mean(p, [str(i) for i in range(len(p))])[1:3])[0] / 2
         for p in parts
     ]
     assert (row.ci_high - row.ci_low) / 2 == pytest.approx(
-        np.hypot.reduce(halves), rel=0.1
+        np.hypot.reduce(halves), rel=0.15
     )
 
 
