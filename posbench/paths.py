@@ -116,8 +116,9 @@ def config_folders(user_folder: str | None, field: str = "--config-dir") -> list
     """posbench's config folders, those of plug-ins, and the user's, if any, whose modules can be imported from then on.
 
     Raises:
-        UserError: There is no such folder, a module in it has the name of a paper's package, or it has a choice of a
-            plug-in; ``field`` is the argument that named the folder. Or a plug-in is wrong, see :func:`plugins`.
+        UserError: There is no such folder, a module in it has the name of a paper's package, or it has a choice of
+            posbench or of a plug-in; ``field`` is the argument that named the folder. Or a plug-in is wrong, see
+            :func:`plugins`.
     """
     folders = [*BUILT_IN, *plugins()]
     if user_folder is None:
@@ -134,11 +135,13 @@ def config_folders(user_folder: str | None, field: str = "--config-dir") -> list
                 # Python would import posbench's in its place, without a word.
                 allowed = f"no module of the name of posbench's {paper.name}"
                 raise UserError(field, str(module), allowed, "rename it")
-    if taken := _taken_choice(folder, list(plugins())):
+    if taken := _taken_choice(folder, folders):
         choice, file = taken
-        allowed = f"no {choice}, which the plug-in {distribution_of(file)} has"
+        plugin = distribution_of(file)
+        owner = f"the plug-in {plugin}" if plugin else "posbench"
+        hint = "rename it, or uninstall the plug-in" if plugin else "rename it"
         raise UserError(
-            field, str(folder), allowed, "rename it, or uninstall the plug-in"
+            field, str(folder), f"no {choice}, which {owner} has, too", hint
         )
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from inspect import isabstract
+from inspect import get_annotations, isabstract
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -258,7 +259,15 @@ def resolve_target(
         raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     except (ImportError, AttributeError, ValueError) as error:
         allowed = "the import path of a class"
-        hint = f"check conf/{prefix}/*.yaml ({error})"
+        name_of_choice = data.get("name")
+        file = f"conf/{prefix}/*.yaml"
+        if name_of_choice:
+            file = f"the YAML of {prefix}={name_of_choice}"
+        reason = str(error)
+        # Another module of the same name may come first.
+        if loaded := getattr(sys.modules.get(module), "__file__", None):
+            reason += f"; {module} is {loaded}"
+        hint = f"check {file} ({reason})"
         own = module.partition(".")[0] != "posbench"
         if isinstance(error, ModuleNotFoundError) and own:
             hint = f"install what {module}.py imports ({error})"
@@ -271,12 +280,23 @@ def resolve_target(
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
-    if not hasattr(cls, "__dataclass_fields__"):
+    # A subclass has the fields of its base, and its own only by the decorator.
+    is_decorated = "__dataclass_fields__" in vars(cls) or not get_annotations(cls)
+    if not is_decorated or not hasattr(cls, "__dataclass_fields__"):
         hint = "put @dataclass(frozen=True, kw_only=True) in front of it"
         raise UserError(f"{prefix}._target_", str(path), "a dataclass", hint)
     if isabstract(cls):
         missing = sorted(cls.__abstractmethods__)  # type: ignore[attr-defined]
         allowed = f"a class that defines {', '.join(missing)}"
+        raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
+    lacking = [
+        name
+        for base in reversed(cls.__mro__)
+        for name, annotation in get_annotations(base).items()
+        if "ClassVar" in str(annotation) and not hasattr(cls, name)
+    ]
+    if lacking:
+        allowed = f"a class that sets {', '.join(lacking)}"
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
     return cls, {key: value for key, value in data.items() if key != "_target_"}
 

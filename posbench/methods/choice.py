@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from posbench.methods.base import Method
 from posbench.methods.composed import Composed
 from posbench.methods.prompt_change import PromptChange
 from posbench.schema import build, default_values, required_fields, resolve_target
+
+RESERVED_FIELDS = {"name", "parts"}
+"""Keys of a method's config node that are no parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,11 @@ class MethodChoice:
             UserError: There is no such class, or a list of methods has no parts.
         """
         method_class, values = resolve_target(data, Method, config_path)  # type: ignore[type-abstract]
+        reserved = RESERVED_FIELDS & {field.name for field in fields(method_class)}  # type: ignore[arg-type]
+        if reserved and not issubclass(method_class, Composed):
+            allowed = f"a class without a field {' or '.join(sorted(reserved))}, which names the choice"
+            where = f"{config_path}._target_"
+            raise UserError(where, method_class.__name__, allowed, "rename the field")
         name = str(values.pop("name", method_class.short_name()))
         all_typed = list(typed)
         prefix = f"{config_path}."
@@ -102,10 +110,12 @@ class MethodChoice:
     @property
     def changed_part(self) -> str:
         """What it changes, in words: the prompt, the model, or both."""
-        changes_prompt = any(issubclass(cls, PromptChange) for cls in self.classes)
-        if self.changes_prompts_alone:
-            return "prompt"
-        return "prompt and model" if changes_prompt else "model"
+        classes = [part.cls for part in self.parts.values()] or [self.cls]
+        # A method that rewrites prompts leaves the model as it is, even where it asks the model how.
+        rewrites = {cls.rewrite is not Method.rewrite for cls in classes}
+        if rewrites == {True, False}:
+            return "prompt and model"
+        return "prompt" if rewrites == {True} else "model"
 
     @property
     def export_format(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -45,6 +45,8 @@ class _Entry:
 _entries: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
 """By model, the blocks and calls that a thread is in, the outermost first."""
 _entering = threading.Lock()
+_spoiled: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Models that a method has changed for good, and its name."""
 
 
 @contextmanager
@@ -61,10 +63,13 @@ def exclusive(
         change: Changes the model for the duration of the block; None: nothing does.
 
     Raises:
-        UserError: Another thread is inside a block or a call.
+        UserError: Another thread is inside a block or a call. Or the change does not restore the model.
         RuntimeError: The block was left before one inside it.
     """
+    if culprit := _spoiled.get(lm.model):
+        raise _not_restored(culprit, "earlier in this process, other numbers came")
     entry = _Entry(name, threading.get_ident(), change is not None)
+    wiring = {} if change is None else _wiring(lm.model)
     with _entering:
         stack = _entries.setdefault(lm.model, [])
         if stack and stack[0].thread != entry.thread:
@@ -73,11 +78,12 @@ def exclusive(
         stack.append(entry)
     try:
         if change is not None:
-            entry.undo.enter_context(change)
+            _enter(entry, change)
         yield
     finally:
         entry.was_left = True
         innermost = stack[-1]
+        leaves_alone = len(stack) < 2 or not stack[-2].was_left
         while stack and stack[-1].was_left:
             # Undone before it is removed: then another thread may come in.
             try:
@@ -89,6 +95,91 @@ def exclusive(
                 f"{name} was left before {innermost.name}, which began inside it: leave the inner block first; "
                 f"{lm.name} is itself again once all blocks are left"
             )
+    if change is not None and leaves_alone:
+        _need_wiring(lm.model, name, wiring)
+
+
+def _enter(entry: _Entry, change: AbstractContextManager[Any]) -> None:
+    """Enter the block of a method; UserError if its generator never yields."""
+    try:
+        entry.undo.enter_context(change)
+    except RuntimeError as error:
+        if str(error) != "generator didn't yield":
+            raise
+        hint = f"correct changed() of {entry.name}"
+        raise UserError(
+            "method", entry.name, "a block that yields once", hint
+        ) from error
+
+
+def _wiring(model: nn.Module) -> dict[nn.Module, tuple[Any, ...]]:
+    """By module, the keys of hooks before and behind it, and its own forward, all of which a method has to restore."""
+    return {
+        module: (
+            set(module._forward_pre_hooks),
+            set(module._forward_hooks),
+            vars(module).get("forward"),
+        )
+        for module in model.modules()
+    }
+
+
+def _need_wiring(model: nn.Module, name: str, before: Mapping[nn.Module, Any]) -> None:
+    """Remove what a method has left in a model, and refuse the method.
+
+    Args:
+        model: The model.
+        name: Name of the method.
+        before: :func:`_wiring` without it.
+
+    Raises:
+        UserError: It has left something.
+    """
+    left: list[nn.Module] = []
+    for module, (pre_hooks, hooks, forward) in before.items():
+        for now, former in (
+            (module._forward_pre_hooks, pre_hooks),
+            (module._forward_hooks, hooks),
+        ):
+            for key in set(now) - former:
+                # transformers adds hooks of its own at the first call that asks for hidden states, and keeps them.
+                origin = str(getattr(now[key], "__module__", ""))
+                if not origin.startswith("transformers."):
+                    del now[key]
+                    left.append(module)
+        if vars(module).get("forward") is not forward:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+            left.append(module)
+    if left:
+        kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in left))
+        raise _not_restored(name, f"it left hooks or a forward in {kinds}")
+
+
+def need_restored(lm: Any, name: str, before: Tensor, after: Tensor) -> None:
+    """Refuse a method after whose block the model gives other logits than before; so does every later block.
+
+    Args:
+        lm: The model.
+        name: Name of the method.
+        before: Logits of a prompt before the block.
+        after: Those of the same prompt after it.
+
+    Raises:
+        UserError: They differ by more than rounding.
+    """
+    tolerance = torch.finfo(lm.model.dtype).eps ** 0.5
+    if torch.allclose(before, after, rtol=tolerance, atol=tolerance):
+        return
+    _spoiled[lm.model] = name
+    raise _not_restored(name, "after its block the model gives other logits")
+
+
+def _not_restored(name: str, found: str) -> UserError:
+    """The error for a method that changes a model for good."""
+    allowed = f"a method that leaves the model as it was; {found}"
+    return UserError("method", name, allowed, f"undo everything in changed() of {name}")
 
 
 def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
@@ -179,7 +270,7 @@ def _checking_layers(lm: Any) -> Iterator[None]:
 
 @guarded
 @inference_mode
-def probe(lm: Any, ids: Sequence[int]) -> None:
+def probe(lm: Any, ids: Sequence[int]) -> Tensor:
     """Run one prompt, and check logits and every layer's queries, keys and values for NaN and infinity.
 
     A kernel may turn NaN into a number, so that the logits do not show it. Families whose attention does
@@ -188,6 +279,9 @@ def probe(lm: Any, ids: Sequence[int]) -> None:
     Args:
         lm: The model.
         ids: Token ids of the prompt.
+
+    Returns:
+        Logits of the last token, [1, V].
 
     Raises:
         UserError: Some are NaN or infinite; the message names the layer.
@@ -205,7 +299,7 @@ def probe(lm: Any, ids: Sequence[int]) -> None:
         if families.family_of(lm.model).interface:
             stack.enter_context(intercepting_attention(lm.model, check))
         output = lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1)
-        check_finite(output.logits[:, -1])
+        return check_finite(output.logits[:, -1])
 
 
 @guarded

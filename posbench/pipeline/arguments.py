@@ -479,6 +479,8 @@ def _chosen_values(override: Override, known_names: Sequence[str]) -> list[str]:
         return [str(swept) for swept in override.sweep_string_iterator()]
     if value is None:
         return ["null"]
+    if isinstance(value, str):
+        return [value]
     return [override.get_value_element_as_str()]
 
 

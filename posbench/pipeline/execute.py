@@ -20,7 +20,7 @@ from posbench.files.parse import read_json
 from posbench.files.sources import Source, cached_path
 from posbench.late import has_torch, torch
 from posbench.model import families
-from posbench.model.guard import probe
+from posbench.model.guard import need_restored, probe
 from posbench.model.items import probe_items
 from posbench.model.lm import LM
 from posbench.pipeline.compose import compose_record
@@ -629,7 +629,8 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         For the provenance, how a backend decodes, or the ``dtype`` of the weights in process.
 
     Raises:
-        UserError: The weights are not the checkpoint's, NaN comes out, or the server does not answer.
+        UserError: The weights are not the checkpoint's, NaN comes out, the method does not restore the model, or the
+            server does not answer.
     """
     if not config.model.in_process:
         from posbench.pipeline import served_run
@@ -640,8 +641,10 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         num_tokens = min(CHECKED_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
         parameters = Costs.of(run.lm).parameters
+        few = range(num_tokens)
+        before = probe(run.lm, few)
         # Many different tokens, then the longest prompts.
-        for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
+        for ids in (few, *longest_prompts(run, config.stages)):
             if 2 * parameters * len(ids) > LONG_CHECK_OPERATIONS:
                 message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"
                 run.console.print(message)
@@ -652,6 +655,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
                 probe_items(lm, ids),
             ):
                 probe(lm, ids)
+        need_restored(run.lm, run.method.choice.name, before, probe(run.lm, few))
         return {"dtype": str(run.lm.model.dtype).removeprefix("torch.")}
     return {}
 

@@ -30,7 +30,7 @@ from posbench.run.runtime import Runtime
 from posbench.run.shards import Shard, WorkerPool
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
-from posbench.tasks.base import Split
+from posbench.tasks.base import Split, check_examples
 
 if TYPE_CHECKING:
     from posbench.backends.base import Backend, ServerProfile
@@ -132,7 +132,9 @@ class Run:
         """Return the examples of a split."""
         if split == "evaluation":
             return self.evaluation
-        return self.task.examples(split)
+        examples = self.task.examples(split)
+        check_examples(self.task, examples)
+        return examples
 
     def as_asked(self, examples: list[Example]) -> list[Example]:
         """Return examples as the method under test asks them: where it, or a part of a list, changes the prompt."""

@@ -20,6 +20,7 @@ from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM, length_batches
 from posbench.run.heartbeat import doing
 from posbench.tasks import Example, Task
+from posbench.tasks.base import first_span_outside
 
 
 def item_prompt(example: Example) -> ItemPrompt:
@@ -65,6 +66,7 @@ def rewrite_examples(
                 "method", method.short_name(), allowed, "choose another task"
             )
         prompt = method.rewrite(encoder, item_prompt(example))
+        need_item_prompt(method, prompt, example)
         if len(prompt.items) != len(example.items):
             allowed = f"{len(example.items)} items, as before"
             hint = "correct the method: every item keeps its number"
@@ -85,6 +87,23 @@ def rewrite_examples(
             asked = replace(asked, answer_cue=method.answer_cue, prefill="")
         rewritten.append(asked)
     return rewritten
+
+
+def need_item_prompt(method: Method, prompt: ItemPrompt, example: Example) -> None:
+    """Refuse what a method's ``rewrite`` returned where it is no prompt, or one whose items are not in its text."""
+    value: object = ""
+    if not isinstance(prompt, ItemPrompt):
+        value = type(prompt).__name__
+        allowed = f"an {ItemPrompt.__name__}"
+    elif not prompt.text.strip():
+        allowed = "a prompt with text"
+    elif outside := first_span_outside(prompt.items, prompt.text):
+        value = outside
+        allowed = f"spans of items in its text of {len(prompt.text)} characters"
+    else:
+        return
+    hint = f"correct rewrite() of {type(method).__name__} (example {example.id})"
+    raise UserError("method.rewrite", value, allowed, hint)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,12 @@ class Search(ABC):
         return []
 
     def parameters(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """The method's parameters in the block, for the later stages."""
+        """The method's parameters in the block, for the later stages; UserError where one is missing."""
+        missing = [name for name in self.finds if name not in block]
+        if missing:
+            hint = f"let search() of {type(self).__name__} give write_found all that it finds"
+            allowed = f"a block with {', '.join(self.finds)}"
+            raise UserError("search: found", ", ".join(map(str, block)), allowed, hint)
         return {name: block[name] for name in self.finds}
 
     def keeps_unmodified(self, block: Mapping[str, Any], method: Method) -> bool:
@@ -199,6 +204,9 @@ class Search(ABC):
             sibling = run.out.sibling_with("search", key)
             if sibling is None:
                 self.search(run)
+                if not (run.out.path / FOUND_FILE).is_file():
+                    hint = f"let search() of {type(self).__name__} call write_found"
+                    raise UserError("search", None, "a result", hint)
                 (run.out.path / STATE_FILE).unlink(missing_ok=True)
             else:
                 self._copy(sibling, run.out)

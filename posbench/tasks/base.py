@@ -95,6 +95,10 @@ class Example:
         return (self.gold_position, *self.other_gold)
 
 
+SCORE_ROUNDING = 1e-9
+"""By which a score may leave 0..1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """A benchmark. The dataclass fields are the keys of ``task.*``, with their only defaults."""
@@ -170,9 +174,10 @@ class Task(ABC):
         """Return :meth:`score`, checked.
 
         Raises:
-            UserError: The scores lack the task's metric, or one is not a finite number.
+            UserError: The scores lack the task's metric, or it is not in 0..1, or one is not a finite number.
         """
         scores = self.score(example, text)
+        correct = f"correct score() of {type(self).__name__}, or its metric"
         # Such a task computes its metric from others, once for all examples.
         composes_metric = type(self).total is not Task.total
         lacks_metric = bool(scores) and self.metric not in scores
@@ -183,9 +188,13 @@ class Task(ABC):
         ]
         if wrong or (lacks_metric and not composes_metric):
             allowed = f"finite numbers by name, with the task's metric {self.metric} among them"
-            hint = f"correct score() of {type(self).__name__}, or its metric"
             value = f"{scores!r} for example {example.id}"
-            raise UserError(f"task {self.name}: score", value, allowed, hint)
+            raise UserError(f"task {self.name}: score", value, allowed, correct)
+        score = scores.get(self.metric, 0)
+        if not -SCORE_ROUNDING <= score <= 1 + SCORE_ROUNDING:
+            value = f"{self.metric} {score:g} for example {example.id}"
+            allowed = "from 0 to 1"
+            raise UserError(f"task {self.name}: score", value, allowed, correct)
         return scores
 
     def has_answer(self, example: Example, text: str) -> bool:
@@ -255,17 +264,54 @@ class Task(ABC):
         """Return the evaluation examples, at most ``limit`` of each subset and gold position.
 
         Raises:
-            UserError: As of :meth:`examples`; or an id occurs twice, or a gold item is not among the items.
+            UserError: As of :meth:`examples`; or an id occurs twice, or an example is wrong (:func:`check_examples`).
         """
         examples = self.examples("evaluation")
-        for example in examples:
-            check_gold_positions(example)
+        check_examples(self, examples)
         for name, count in Counter(example.id for example in examples).items():
             if count > 1:
                 raise UserError(
                     "task", f"id {name}", "ids that occur once", "fix the data"
                 )
         return first_examples(examples, self.limit)
+
+
+def check_examples(task: Task, examples: Sequence[Example]) -> None:
+    """Refuse the examples of a split where there are none, or where a field of one cannot be right.
+
+    Args:
+        task: The task, for the error.
+        examples: What its ``examples`` returned.
+
+    Raises:
+        UserError: Names the example and the field.
+    """
+    hint = f"correct examples() of {type(task).__name__}"
+    if not isinstance(examples, Sequence) or not examples:
+        value = "none" if isinstance(examples, Sequence) else repr(examples)
+        raise UserError(f"task {task.name}: examples", value, "one or more", hint)
+    for example in examples:
+        check_gold_positions(example)
+        where = f"example {example.id}"
+        answers = example.answers
+        if isinstance(answers, str) or not all(isinstance(a, str) for a in answers):
+            allowed = f"a tuple of texts, in {where}"
+            raise UserError("task: answers", answers, allowed, hint)
+        if not example.prompt.strip():
+            raise UserError("task: prompt", "", f"a text, in {where}", hint)
+        if outside := first_span_outside(example.items, example.prompt):
+            allowed = f"spans in the prompt of {where}, which has {len(example.prompt)} characters"
+            raise UserError("task: items", outside, allowed, hint)
+
+
+def first_span_outside(
+    spans: Sequence[tuple[int, int]], text: str
+) -> tuple[int, int] | None:
+    """Return the first span that is empty or not within a text; None where all are. (0, 0) stands for a cut item."""
+    for start, end in spans:
+        if not 0 <= start < end <= len(text) and (start, end) != (0, 0):
+            return start, end
+    return None
 
 
 def check_gold_positions(example: Example) -> None:

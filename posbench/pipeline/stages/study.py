@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from contextlib import nullcontext
 
+from posbench.errors import UserError
 from posbench.files.atomic import write_csv
+from posbench.late import pd
 from posbench.pipeline.config import Config
 from posbench.report.folder import study_tables
 from posbench.run.base import Run
-from posbench.stats.findings import findings_table
+from posbench.stats.findings import Finding, findings_table
+from posbench.studies.base import Study, Tables
+
+RESERVED_TABLES = ("findings", "metrics")
+"""Names of CSV files in a run's folder that are no study's."""
 
 
 def run(config: Config, run: Run) -> None:
@@ -23,6 +31,7 @@ def run(config: Config, run: Run) -> None:
     )
     with run.method.build().applied(run.lm) if runs_inside_method else nullcontext():
         tables = study.measure(run)
+    _need_tables(study, tables)
     if config.budget and run.out.stage("study").get("stopped"):
         unit, size = config.budget.amount
         run.out.mark("study", budget={unit: size})
@@ -31,8 +40,37 @@ def run(config: Config, run: Run) -> None:
     # From the written files, like the figures: a verdict never rests on digits that no file holds.
     written = study_tables(run.out.path, list(tables))
     findings = study.findings(written)
+    if not all(isinstance(finding, Finding) for finding in findings):
+        hint = f"correct findings() of {type(study).__name__}"
+        allowed = f"a list of {Finding.__name__}"
+        raise UserError("study: findings", findings, allowed, hint)
     if findings:
         model = run.model.name if study.needs_model else ""
         write_csv(run.out.path / "findings.csv", findings_table(findings, model))
     facts = {"study": config.study_name, "tables": list(tables)}
     run.out.write_json("study.json", facts)
+
+
+def _need_tables(study: Study, tables: Tables) -> None:
+    """Refuse what ``measure`` returned unless it is one or more tables under names of files.
+
+    Raises:
+        UserError: Says what it is.
+    """
+    allowed = ""
+    value: object = tables
+    if not isinstance(tables, Mapping) or not tables:
+        allowed = "tables (DataFrames) by name, one or more"
+    else:
+        for name, table in tables.items():
+            value = name
+            if not re.fullmatch(r"\w+", str(name)) or name in RESERVED_TABLES:
+                allowed = f"names of tables in letters, digits and _, other than {', '.join(RESERVED_TABLES)}"
+            elif not isinstance(table, pd.DataFrame) or table.columns.empty:
+                value = f"{name}: {type(table).__name__}"
+                allowed = "tables that are DataFrames with columns"
+            if allowed:
+                break
+    if allowed:
+        hint = f"correct measure() of {type(study).__name__}"
+        raise UserError("study: measure", value, allowed, hint)

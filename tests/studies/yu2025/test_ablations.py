@@ -466,7 +466,8 @@ def test_what_does_not_fit_is_refused(
 def test_another_search_makes_another_run(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, nothing in (("measure", {}), ("figures", {}), ("findings", ())):
+    one = {"one": pd.DataFrame({"value": [1.0]})}
+    for name, nothing in (("measure", one), ("figures", {}), ("findings", ())):
         monkeypatch.setattr(
             Ablations, name, lambda self, given, nothing=nothing: nothing
         )
