@@ -48,8 +48,8 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     """Pretend that packages of that version are installed, with the metadata of this checkout."""
 
     def pretend(number: str) -> None:
-        monkeypatch.setattr(versions, "requires", lambda name: DEPENDENCIES)
-        monkeypatch.setattr(versions, "version", lambda name: number)
+        monkeypatch.setattr("importlib.metadata.requires", lambda name: DEPENDENCIES)
+        monkeypatch.setattr(versions, "version_of", lambda name: number)
 
     return pretend
 
@@ -114,7 +114,7 @@ def test_a_checkout_without_metadata_is_not_checked(
         raise PackageNotFoundError(name)
 
     installed("4.0.0")
-    monkeypatch.setattr(versions, "requires", missing)
+    monkeypatch.setattr("importlib.metadata.requires", missing)
     versions.check_transformers()
     assert versions.installed_versions() == {}
 
@@ -131,7 +131,7 @@ def test_a_run_records_what_posbench_needs_here_without_extras(
         "lm-eval>=0.4.13; extra == 'lm_eval'",
         "tomli; python_version < '3'",
     ]
-    monkeypatch.setattr(versions, "requires", lambda name: lines)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
     assert versions.installed_versions() == {"numpy": "7.0"}
 
 

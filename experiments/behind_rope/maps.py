@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,7 @@ def rows_of_panels(
 def maps_figure(
     rows: Sequence[tuple[str, Mapping[str, Array]]],
     last: int | None = None,
+    n: Iterable[float] = (),
     *,
     has_sink: bool = False,
 ) -> Figure:
@@ -98,13 +99,14 @@ def maps_figure(
     Args:
         rows: Name of each row of the figure, and its maps [n, n] by their titles.
         last: Number of the last token where a cell covers several tokens; such maps have no diagonal.
+        n: Numbers of samples, to be written on the figure.
         has_sink: Whether key 1 is left out of the colour ranges: a trained model's scores with it hide all others.
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)
     height = len(rows) * (0.92 * width / across + 0.1) + 0.6  # squares with a title
     figure, grid = plot.new_figure(
-        width, height, len(rows), across, sharex=True, sharey=True, squeeze=False
+        width, height, len(rows), across, sharex=True, sharey=True, squeeze=False, n=n
     )
     for line, (name, maps) in zip(grid, rows, strict=True):
         line[0].set_ylabel(name.replace(", ", "\n"))

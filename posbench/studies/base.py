@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from posbench.errors import UserError
 from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.methods.choice import MethodChoice
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from posbench.plots.section import Drawn, Section
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
+RESERVED_TABLES = ("findings", "metrics")
+"""Names of CSV files in a run's folder that are no study's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,35 @@ class Study(ABC):
     @abstractmethod
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Measure; each table becomes ``<name>.csv`` in the run folder."""
+
+    def checked_tables(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Return :meth:`measure`.
+
+        Raises:
+            UserError: It returned something else than one or more tables under names of files.
+        """
+        tables = self.measure(run)
+        allowed = ""
+        value: object = tables
+        if not isinstance(tables, Mapping) or not tables:
+            allowed = "tables (DataFrames) by name, one or more"
+        else:
+            for name, table in tables.items():
+                value = name
+                if not re.fullmatch(r"\w+", str(name)) or name in RESERVED_TABLES:
+                    listed = ", ".join(RESERVED_TABLES)
+                    allowed = (
+                        f"names of tables in letters, digits and _, other than {listed}"
+                    )
+                elif not isinstance(table, pd.DataFrame) or table.columns.empty:
+                    value = f"{name}: {type(table).__name__}"
+                    allowed = "tables that are DataFrames with columns"
+                if allowed:
+                    break
+        if allowed:
+            hint = f"correct measure() of {type(self).__name__}"
+            raise UserError("study: measure", value, allowed, hint)
+        return tables
 
     def figures(self, tables: Tables) -> Drawn:
         """Figures with captions, from the tables as read back: ``posbench report DIR`` draws them again."""

@@ -348,7 +348,9 @@ def test_libraries_are_part_of_a_run(
     names = [_name(config)]
     for library in ("torch", "transformers"):
         monkeypatch.setattr(
-            versions, "version", lambda asked, own=library: "9" if asked == own else "1"
+            versions,
+            "version_of",
+            lambda asked, own=library: "9" if asked == own else "1",
         )
         names.append(_name(config))
     assert len(set(names)) == 3

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from contextlib import nullcontext
 
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
-from posbench.late import pd
 from posbench.pipeline.config import Config
 from posbench.report.folder import study_tables
 from posbench.run.base import Run
 from posbench.stats.findings import Finding, findings_table
-from posbench.studies.base import Study, Tables
-
-RESERVED_TABLES = ("findings", "metrics")
-"""Names of CSV files in a run's folder that are no study's."""
 
 
 def run(config: Config, run: Run) -> None:
@@ -30,8 +23,7 @@ def run(config: Config, run: Run) -> None:
         study.needs_model and not study.uses_method and run.model.in_process
     )
     with run.method.build().applied(run.lm) if runs_inside_method else nullcontext():
-        tables = study.measure(run)
-    _need_tables(study, tables)
+        tables = study.checked_tables(run)
     if config.budget and run.out.stage("study").get("stopped"):
         unit, size = config.budget.amount
         run.out.mark("study", budget={unit: size})
@@ -49,28 +41,3 @@ def run(config: Config, run: Run) -> None:
         write_csv(run.out.path / "findings.csv", findings_table(findings, model))
     facts = {"study": config.study_name, "tables": list(tables)}
     run.out.write_json("study.json", facts)
-
-
-def _need_tables(study: Study, tables: Tables) -> None:
-    """Refuse what ``measure`` returned unless it is one or more tables under names of files.
-
-    Raises:
-        UserError: Says what it is.
-    """
-    allowed = ""
-    value: object = tables
-    if not isinstance(tables, Mapping) or not tables:
-        allowed = "tables (DataFrames) by name, one or more"
-    else:
-        for name, table in tables.items():
-            value = name
-            if not re.fullmatch(r"\w+", str(name)) or name in RESERVED_TABLES:
-                allowed = f"names of tables in letters, digits and _, other than {', '.join(RESERVED_TABLES)}"
-            elif not isinstance(table, pd.DataFrame) or table.columns.empty:
-                value = f"{name}: {type(table).__name__}"
-                allowed = "tables that are DataFrames with columns"
-            if allowed:
-                break
-    if allowed:
-        hint = f"correct measure() of {type(study).__name__}"
-        raise UserError("study: measure", value, allowed, hint)
