@@ -105,7 +105,10 @@ class Study(ABC):
         else:
             for name, table in tables.items():
                 value = name
-                if not re.fullmatch(r"\w+", str(name)) or name in RESERVED_TABLES:
+                # A study may have made folders of its own, as one that runs several others does.
+                is_file_name = re.fullmatch(r"(\w+/)*\w+", str(name))
+                has_folder = (run.out.path / str(name)).parent.is_dir()
+                if not (is_file_name and has_folder) or name in RESERVED_TABLES:
                     listed = ", ".join(RESERVED_TABLES)
                     allowed = (
                         f"names of tables in letters, digits and _, other than {listed}"
