@@ -69,7 +69,7 @@ def exclusive(
     if culprit := _spoiled.get(lm.model):
         raise _not_restored(culprit, "earlier in this process, other numbers came")
     entry = _Entry(name, threading.get_ident(), change is not None)
-    wiring = {} if change is None else _wiring(lm.model)
+    attached = {} if change is None else _attached(lm.model)
     with _entering:
         stack = _entries.setdefault(lm.model, [])
         if stack and stack[0].thread != entry.thread:
@@ -96,7 +96,7 @@ def exclusive(
                 f"{lm.name} is itself again once all blocks are left"
             )
     if change is not None and leaves_alone:
-        _need_wiring(lm.model, name, wiring)
+        _refuse_leftovers(name, attached)
 
 
 def _enter(entry: _Entry, change: AbstractContextManager[Any]) -> None:
@@ -112,7 +112,7 @@ def _enter(entry: _Entry, change: AbstractContextManager[Any]) -> None:
         ) from error
 
 
-def _wiring(model: nn.Module) -> dict[nn.Module, tuple[Any, ...]]:
+def _attached(model: nn.Module) -> dict[nn.Module, tuple[Any, ...]]:
     """By module, the keys of hooks before and behind it, and its own forward, all of which a method has to restore."""
     return {
         module: (
@@ -124,28 +124,27 @@ def _wiring(model: nn.Module) -> dict[nn.Module, tuple[Any, ...]]:
     }
 
 
-def _need_wiring(model: nn.Module, name: str, before: Mapping[nn.Module, Any]) -> None:
+def _refuse_leftovers(name: str, before: Mapping[nn.Module, Any]) -> None:
     """Remove what a method has left in a model, and refuse the method.
 
     Args:
-        model: The model.
         name: Name of the method.
-        before: :func:`_wiring` without it.
+        before: :func:`_attached` before its block.
 
     Raises:
         UserError: It has left something.
     """
     left: list[nn.Module] = []
     for module, (pre_hooks, hooks, forward) in before.items():
-        for now, former in (
+        for present, expected in (
             (module._forward_pre_hooks, pre_hooks),
             (module._forward_hooks, hooks),
         ):
-            for key in set(now) - former:
+            for key in set(present) - expected:
                 # transformers adds hooks of its own at the first call that asks for hidden states, and keeps them.
-                origin = str(getattr(now[key], "__module__", ""))
+                origin = str(getattr(present[key], "__module__", ""))
                 if not origin.startswith("transformers."):
-                    del now[key]
+                    del present[key]
                     left.append(module)
         if vars(module).get("forward") is not forward:
             vars(module).pop("forward", None)

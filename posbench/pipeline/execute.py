@@ -19,6 +19,7 @@ from posbench.files.hardware import default_threads
 from posbench.files.parse import read_json
 from posbench.files.sources import Source, cached_path
 from posbench.late import has_torch, torch
+from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.guard import need_restored, probe
 from posbench.model.items import probe_items
@@ -641,10 +642,11 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         num_tokens = min(CHECKED_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
         parameters = Costs.of(run.lm).parameters
-        few = range(num_tokens)
-        before = probe(run.lm, few)
+        short_prompt = range(num_tokens)
+        changes_model = not isinstance(method, Unmodified)
+        logits = probe(run.lm, short_prompt) if changes_model else None
         # Many different tokens, then the longest prompts.
-        for ids in (few, *longest_prompts(run, config.stages)):
+        for ids in (short_prompt, *longest_prompts(run, config.stages)):
             if 2 * parameters * len(ids) > LONG_CHECK_OPERATIONS:
                 message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"
                 run.console.print(message)
@@ -655,7 +657,9 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
                 probe_items(lm, ids),
             ):
                 probe(lm, ids)
-        need_restored(run.lm, run.method.choice.name, before, probe(run.lm, few))
+        if logits is not None:
+            logits_after = probe(run.lm, short_prompt)
+            need_restored(run.lm, run.method.choice.name, logits, logits_after)
         return {"dtype": str(run.lm.model.dtype).removeprefix("torch.")}
     return {}
 

@@ -38,9 +38,9 @@ Of a straight line over five positions whose ends lie five points apart it is 0.
 BOOTSTRAPPED = ("primacy", "recency", "middle_drop", "position_bias")
 """Statistics that are compared with the unmodified model's."""
 TOO_FEW = "too few questions"
+"""Beginning of a note where even all right, or all wrong, would not tell."""
 FLOOR_MARGIN = 0.2
 """At the floor, the average is surely less than this above a guess; 20 wrong answers of 20 give an interval to 0.16."""
-"""Beginning of a note where even all right, or all wrong, would not tell."""
 NEGLIGIBLE_SHARE = 0.05
 """A score that exceeds guessing, or falls short of 1, by no more than this shows no bias.
 

@@ -198,17 +198,17 @@ class Reference:
         printed = read_table(self.file, *columns)
         tasks = {self.paper_task: self.task, **self.further_tasks}
         methods = {**self.methods, **self.variants.get(self.variant, {})}
-        for column, names, key in (
-            ("task", tasks, "paper_task"),
-            ("method", methods, "methods"),
-            ("metric", self.metrics, "metrics"),
+        for key, column, names in (
+            ("paper_task", "task", tasks),
+            ("methods", "method", methods),
+            ("metrics", "metric", self.metrics),
         ):
             listed = ", ".join(dict.fromkeys(printed[column]))
             printed = printed[printed[column].isin(list(names))]
             if printed.empty:
-                key = f"experiment.reference.{key}"
+                field = f"experiment.reference.{key}"
                 hint = f"write it as {self.file} does"
-                raise UserError(key, ", ".join(names), listed, hint)
+                raise UserError(field, ", ".join(names), listed, hint)
         self._check_names(printed, methods)
 
         # Blank cells say that the paper did not measure.

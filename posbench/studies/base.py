@@ -98,29 +98,22 @@ class Study(ABC):
             UserError: It returned something else than one or more tables under names of files.
         """
         tables = self.measure(run)
-        allowed = ""
-        value: object = tables
+        hint = f"correct measure() of {type(self).__name__}"
         if not isinstance(tables, Mapping) or not tables:
             allowed = "tables (DataFrames) by name, one or more"
-        else:
-            for name, table in tables.items():
-                value = name
-                # A study may have made folders of its own, as one that runs several others does.
-                is_file_name = re.fullmatch(r"(\w+/)*\w+", str(name))
-                has_folder = (run.out.path / str(name)).parent.is_dir()
-                if not (is_file_name and has_folder) or name in RESERVED_TABLES:
-                    listed = ", ".join(RESERVED_TABLES)
-                    allowed = (
-                        f"names of tables in letters, digits and _, other than {listed}"
-                    )
-                elif not isinstance(table, pd.DataFrame) or table.columns.empty:
-                    value = f"{name}: {type(table).__name__}"
-                    allowed = "tables that are DataFrames with columns"
-                if allowed:
-                    break
-        if allowed:
-            hint = f"correct measure() of {type(self).__name__}"
-            raise UserError("study: measure", value, allowed, hint)
+            raise UserError("study: measure", tables, allowed, hint)
+        for name, table in tables.items():
+            # A study may have made folders of its own, as one that runs several others does.
+            is_file_name = re.fullmatch(r"(\w+/)*\w+", str(name))
+            has_folder = (run.out.path / str(name)).parent.is_dir()
+            if not (is_file_name and has_folder) or name in RESERVED_TABLES:
+                listed = ", ".join(RESERVED_TABLES)
+                allowed = f"names in letters, digits and _, other than {listed}"
+                raise UserError("study: measure", name, allowed, hint)
+            if not isinstance(table, pd.DataFrame) or table.columns.empty:
+                value = f"{name}: {type(table).__name__}"
+                allowed = "tables that are DataFrames with columns"
+                raise UserError("study: measure", value, allowed, hint)
         return tables
 
     def figures(self, tables: Tables) -> Drawn:

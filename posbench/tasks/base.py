@@ -288,8 +288,8 @@ def check_examples(task: Task, examples: Sequence[Example]) -> None:
     """
     hint = f"correct examples() of {type(task).__name__}"
     if not isinstance(examples, Sequence) or not examples:
-        value = "none" if isinstance(examples, Sequence) else repr(examples)
-        raise UserError(f"task {task.name}: examples", value, "one or more", hint)
+        field = f"task {task.name}: examples"
+        raise UserError(field, examples, "a list of one or more", hint)
     for example in examples:
         check_gold_positions(example)
         where = f"example {example.id}"
