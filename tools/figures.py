@@ -35,6 +35,7 @@ from posbench.files.atomic import new_folder, write_bytes, write_text
 from posbench.files.parse import Objects
 from posbench.late import pd
 from posbench.plots.base import save, sign
+from posbench.plots.scores import accuracy_by_model
 from posbench.plots.search import bases_figure
 from posbench.report.collect import Entry, collect_entries
 from posbench.report.folder import read_json
@@ -50,6 +51,8 @@ from posbench.run.folder import (
     open_run_dir,
     runs_in,
 )
+from posbench.stats import frames
+from posbench.stats.findings import estimate_columns
 from posbench.studies.base import Study
 from posbench.studies.remedies import Remedies
 from tools.pages import (
@@ -373,6 +376,27 @@ def draw_bases(root: Path, scratch: Path) -> dict[str, Path]:
     return {"docs/figures/rope_bases.svg": save(figure, scratch / "bases")}
 
 
+def draw_question_first(root: Path, scratch: Path) -> dict[str, Path]:
+    """Draw the question first with a smaller base on two real models, their second draws; see :data:`FROM_TABLES`."""
+    file = "experiments/results/remedies/question_first_and_rope_base.csv"
+    table = pd.read_csv(root / file)
+    draws = {("qwen2_5_coder_0_5b", 40, 6), ("smollm2", 20, 9)}
+    keys = pd.MultiIndex.from_frame(table[["model", "pairs", "seed"]])
+    columns = ("accuracy", "accuracy_low", "accuracy_high")
+    rows = table[keys.isin(draws)].rename(
+        columns=dict(zip(columns, estimate_columns(), strict=True))
+    )
+    rows[estimate_columns()] /= 100
+    changed = rows["method"] != frames.UNMODIFIED
+    rows.loc[changed, "method"] = "the question first as well, and a smaller RoPE base"
+    rows = rows.assign(task="kv_retrieval", metric="accuracy", depth=np.nan)
+    rows["depth"] = pd.to_numeric(rows["gold_position"], "coerce") / (rows["pairs"] - 1)
+    figure = accuracy_by_model(rows)
+    models = list(rows["model"].unique())
+    sign(figure, models)
+    return {"docs/figures/question_first.svg": save(figure, scratch / "first")}
+
+
 def draw_trainings(root: Path, scratch: Path) -> dict[str, Path]:
     """Draw the trainings of Wu et al. 2025 from their tables; see :data:`FROM_TABLES`."""
     folder = "experiments/wu2025/results"
@@ -412,6 +436,7 @@ def _draw_study(
 FROM_TABLES: dict[str, Callable[[Path, Path], dict[str, Path]]] = {
     "remedies": draw_remedies,
     "bases": draw_bases,
+    "question_first": draw_question_first,
     "synthetic_results": draw_trainings,
 }
 """By study, what draws its figures from tables that are committed as results of their own.
