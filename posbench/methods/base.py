@@ -235,7 +235,8 @@ class Method(ABC):
     def applied(self, lm: LM) -> Iterator[LM]:
         """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model.
 
-        Blocks nest in one thread; see :func:`posbench.model.guard.exclusive` for others and for crossed exits.
+        Blocks nest in one thread; see :func:`posbench.model.guard.exclusive` for others and for crossed exits. With
+        gradient checkpointing call ``backward()`` inside the block, too: it runs the forward again.
         """
         self.check(lm)
         with exclusive(lm, self.short_name(), self.changed(lm)):

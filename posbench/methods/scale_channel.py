@@ -62,6 +62,9 @@ CHUNKED = (
     "generate() the tokens in the cache, too"
 )
 _MARK = "posbench_scaled_in"
+"""Holds the blocks that have filled a cache; a copy of the cache keeps them."""
+_SCALES = "posbench_scale_channel"
+"""On the forward of a model inside a block, and its wrappers: whether some prompt tokens are not scaled."""
 _OF_GENERATE = "posbench_of_generate"
 """Argument that marks the forward of a prompt as one of ``generate``."""
 
@@ -94,6 +97,11 @@ def scale_cached_keys(
             keys = _match_heads(keys[..., newest, :], layer.keys)
         layer.keys = keys.to(layer.keys.dtype)
     return cache
+
+
+def _mark(cache: DynamicCache, block_id: str) -> None:
+    """Note on a cache that a block has filled it."""
+    setattr(cache, _MARK, {*getattr(cache, _MARK, ()), block_id})
 
 
 def projected_keys(
@@ -342,9 +350,14 @@ class ScaleChannel(Method):
         """
         model = lm.model
         forward = model.forward
+        outer = getattr(forward, _SCALES, None)
+        if outer or (outer is not None and self.needs_prompt):
+            value = "scale_channel in scale_channel"
+            allowed = "one at a time, unless both have last=all"
+            hint = "name all channels in one: channel=(3, 15)"
+            raise UserError("method", value, allowed, hint)
         prepare_inputs = model.prepare_inputs_for_generation
         signature = inspect.signature(forward)
-        # Marks the caches that this block has filled; a copy of one keeps the mark.
         block_id = uuid.uuid4().hex
         last_rows = LastRows(
             model, self.channels, self.factor, self.layer_indices, self.tokens
@@ -365,18 +378,20 @@ class ScaleChannel(Method):
             shared_prefix = vars(cache).pop(PREFIX_ATTRIBUTE, None)
             if shared_prefix is not None:
                 cache.layers = scale_cached_keys(shared_prefix, model, self).layers
-                setattr(cache, _MARK, block_id)
-            if getattr(cache, _MARK, None) != block_id:
+                _mark(cache, block_id)
+            if block_id not in getattr(cache, _MARK, ()):
                 problem = "this cache was filled outside the scale_channel block"
                 raise ValueError(f"{problem}: run the prompt inside")
             return self.continue_with(model, forward, cache, **call)
+
+        setattr(scaled_forward, _SCALES, self.needs_prompt)
 
         @wraps(prepare_inputs)
         def prepare_scaled_inputs(*args: Any, **kwargs: Any) -> Any:
             if not (self.needs_prompt and kwargs.get("is_first_iteration")):
                 return prepare_inputs(*args, **kwargs)
             cache = find_cache(kwargs)
-            if getattr(cache, _MARK, None) == block_id:
+            if block_id in getattr(cache, _MARK, ()):
                 # generate() reads a long prompt in parts, so its end is not known yet.
                 if not kwargs.get("next_sequence_length"):
                     raise ValueError(CHUNKED)
@@ -445,6 +460,11 @@ class ScaleChannel(Method):
                 "output_attentions is not available inside the block: use lm.last_attention()"
             )
         model = last_rows.model
+        if model.training and model.is_gradient_checkpointing:
+            problem = (
+                "gradient checkpointing drops the cache, which scale_channel needs"
+            )
+            raise ValueError(f"{problem}: call model.gradient_checkpointing_disable()")
         use_cache = call.pop("use_cache", None)
         if use_cache is None:
             use_cache = families.text_config(model).use_cache
@@ -470,7 +490,7 @@ class ScaleChannel(Method):
             output = self._run_parts(
                 model, forward, cache, num_tokens - num_scaled, num_tokens, call
             )
-        setattr(cache, _MARK, block_id)
+        _mark(cache, block_id)
         if not use_cache:
             set_cache(output, None)
         return output.to_tuple() if return_dict is False else output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +58,8 @@ class Family:
     mask_has_bias: bool = False
 
 
+_unchanged_inputs = ContextVar("unchanged_inputs", default=False)
+"""Whether projections read their inputs without the changes of :func:`on_query_key_input`."""
 REMOVED_ATTRIBUTE = "posbench_removed"
 """Attribute that marks a rotary embedding which :func:`remove_rope` has switched off."""
 
@@ -298,19 +301,28 @@ def on_query_key_input(
     # The changed input of the query projection, until the key projection reads the same input.
     changed_inputs: list[tuple[Tensor, Tensor]] = []
 
-    def change_query_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def change_query_input(module: nn.Module, args: tuple[Any, ...]) -> Any:
         changed = change(args[0])
         changed_inputs[:] = [(args[0], changed)]
         return (changed, *args[1:])
 
-    def change_key_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def change_key_input(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if _unchanged_inputs.get():
+            return None
         # Some models compute keys from another tensor, which is then changed by itself.
         hidden, changed = changed_inputs.pop() if changed_inputs else (None, None)
         if hidden is not args[0]:
             changed = change(args[0])
         return (changed, *args[1:])
 
-    def change_rows(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def change_rows(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
+        if _unchanged_inputs.get():
+            return None
+        if next(iter(module._forward_hooks.values())) is not change_rows:
+            value = f"a hook on the output of {family.key} in layer {layer}"
+            allowed = "none before this method's own, as that module makes queries, keys and values at once"
+            hint = "open that hook's block inside this one, or change what the module reads"
+            raise UserError("model", value, allowed, hint)
         # forward(), not a call of the module: that would come back here.
         changed = module.forward(change(args[0]), *args[1:])
         rows = torch.cat(
@@ -377,7 +389,7 @@ def _makes_linear_keys(family: Family, attention: nn.Module) -> bool:
 
 
 def _is_plain(projection: nn.Module) -> bool:
-    """Whether a projection is a matrix product whose weight can be read, not quantised, adapted or offloaded."""
+    """Whether a projection is no more than a product with a weight that can be read: not quantised, say, or hooked."""
     # Subclasses are quantised or adapted, but for Falcon's, which only orders the sum its own way.
     is_linear = (
         type(projection) is nn.Linear or type(projection).__name__ == "FalconLinear"
@@ -385,7 +397,15 @@ def _is_plain(projection: nn.Module) -> bool:
     if not is_linear:
         return False
     # accelerate's hook brings an offloaded weight; without it the model is an outline without any weights.
-    return not (projection.weight.is_meta and hasattr(projection, "_hf_hook"))
+    if hasattr(projection, "_hf_hook"):
+        return not projection.weight.is_meta
+    # What another method or the user put there; the hooks of on_query_key_input() change no weight.
+    hooks = (
+        *projection._forward_pre_hooks.values(),
+        *projection._forward_hooks.values(),
+    )
+    is_hooked = any(getattr(hook, "__module__", "") != __name__ for hook in hooks)
+    return not is_hooked and "forward" not in vars(projection)
 
 
 def query_key_columns(
@@ -416,10 +436,16 @@ def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> 
 
 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
-    """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from [B, T, D]."""
+    """Keys as the layer's projection and its hooks give them, before norm and rotation: [B, T, G * d] from [B, T, D].
+
+    A change of its input by :func:`on_query_key_input` is left out.
+    """
     key_projection = getattr(attention_module(model, layer), family_of(model).key)
-    # forward(), not a call of the module: a change of its input by on_query_key_input() is not meant.
-    return _select_keys(model, layer, key_projection.forward(hidden))
+    token = _unchanged_inputs.set(True)
+    try:
+        return _select_keys(model, layer, key_projection(hidden))
+    finally:
+        _unchanged_inputs.reset(token)
 
 
 def keys_for_cache(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -55,7 +56,8 @@ def exclusive(
 ) -> Iterator[None]:
     """Keep other threads out of a model for the duration of a block.
 
-    Blocks of one thread nest. One that is left before a block inside it is undone after that one.
+    Blocks of one thread nest. One that is left before a block inside it is undone after that one. Inside a block a
+    model that was compiled runs as it was before.
 
     Args:
         lm: The model.
@@ -77,6 +79,10 @@ def exclusive(
             raise UserError("model", lm.name, "one block or call at a time", hint)
         stack.append(entry)
     try:
+        if _is_compiled(lm.model):
+            # A compiled forward does not look at hooks that came after its compilation.
+            eager = torch.compiler.set_stance("force_eager")
+            entry.undo.enter_context(eager)
         if change is not None:
             _enter(entry, change)
         yield
@@ -97,6 +103,18 @@ def exclusive(
             )
     if change is not None and leaves_alone:
         _refuse_leftovers(name, attached)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether a module of the model runs through ``torch.compile``."""
+    # Without this module nothing has been compiled; to import it takes seconds.
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and any(
+        module._compiled_call_impl is not None
+        or isinstance(module, dynamo.OptimizedModule)
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def _enter(entry: _Entry, change: AbstractContextManager[Any]) -> None:

@@ -33,8 +33,8 @@ AttentionFunction = Callable[..., Any]
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 """What a forward calls its cache: in transformers from 5.24 on, before, and before in GPT-NeoX, Bloom and others."""
 
-_functions: dict[int, list[AttentionFunction]] = {}
-"""By the id of a model's config, the functions before its kernel, in calling order."""
+_functions: dict[int, list[tuple[Container[nn.Module], AttentionFunction]]] = {}
+"""By the id of a config, which models may share: modules and the functions before their kernel, in calling order."""
 
 
 @contextmanager
@@ -269,11 +269,12 @@ def intercepting_attention(
             transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[kernel_name],
         )
         model.set_attn_implementation(own_name)
-    functions.append(function)
+    entry = (set(model.modules()), function)
+    functions.append(entry)
     try:
         yield
     finally:
-        functions.pop()
+        functions.remove(entry)
         if not functions:
             del _functions[id(config)]
             model.set_attn_implementation(kernel_name)
@@ -290,7 +291,8 @@ def count_hooks(model: PreTrainedModel) -> int:
 
 def functions_in_front(model: PreTrainedModel) -> Sequence[AttentionFunction]:
     """The functions in front of a model's attention kernel, the first one first."""
-    return _functions.get(id(model.config.get_text_config()), ())
+    entries = _functions.get(id(model.config.get_text_config()), ())
+    return [function for modules, function in entries if model in modules]
 
 
 def _dispatch(kernel_name: str) -> AttentionFunction:
@@ -314,8 +316,9 @@ def _dispatch(kernel_name: str) -> AttentionFunction:
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
         attend = kernel
         # The one registered first is called first, and gets the next one as ``following``.
-        for function in reversed(_functions.get(id(module.config), [])):
-            attend = functools.partial(function, following=attend)
+        for modules, function in reversed(_functions.get(id(module.config), [])):
+            if module in modules:
+                attend = functools.partial(function, following=attend)
         return attend(module, *args, **settings)
 
     return dispatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -322,6 +323,10 @@ def load(
     """
     if isinstance(source, transformers.PreTrainedModel):
         families.family_of(source)
+        if source.get_output_embeddings() is None:
+            value = type(source).__name__
+            hint = "pass the causal language model, of which that is a part"
+            raise UserError("source", value, "a model that gives logits", hint)
         usable_kernel(source.config, families.text_config(source)._attn_implementation)
         guard.check_parameters(source, name or "model")
         return LM(
@@ -332,6 +337,12 @@ def load(
             chat_template=values.get("chat_template", "auto"),
         )
     if not isinstance(source, ModelConfig):
+        if not isinstance(source, str | os.PathLike):
+            allowed = (
+                "a name, a folder, a hub id, a ModelConfig or a transformers model"
+            )
+            hint = "of a wrapped model pass what it wraps: model.get_base_model(), model._orig_mod"
+            raise UserError("source", type(source).__name__, allowed, hint)
         if name:
             values["name"] = name
         source = model_config(str(source), **values)
@@ -579,12 +590,13 @@ def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None
         yield
     except UserError:
         raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        allowed = f"a device with room for the weights of {config.name}"
-        hint = "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16"
-        raise MachineError("runtime.device", str(device), allowed, hint) from error
     # Whatever the libraries make of these files, it is the files that are wrong.
     except Exception as error:
+        # Asked in here: a signal may come while torch is half imported.
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            allowed = f"a device with room for the weights of {config.name}"
+            hint = "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16"
+            raise MachineError("runtime.device", str(device), allowed, hint) from error
         if "does not support an attention implementation" in str(error):
             allowed = "auto or eager for this family"
             hint = "set model.attention=auto"

@@ -19,6 +19,7 @@ from posbench.measure.losses import candidate_losses
 from posbench.measure.scores import score_maps
 from posbench.measure.states import Strings, average_states, moments
 from posbench.methods import ScaleChannel
+from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.guard import check_finite, probe
 from posbench.model.lm import LM
@@ -330,3 +331,25 @@ def test_a_batch_that_hooks_read_is_checked(tiny: LM) -> None:
         HiddenPerturbation(length=16, channel=3)._channels(
             tiny, [list(range(16))], UNMODIFIED, [3]
         )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_has_the_method_inside_the_block(whole: bool) -> None:
+    lm, compiled = posbench.load(build("llama")), posbench.load(build("llama"))
+    if whole:
+        compiled.model.compile(backend="eager")
+    else:
+        compiled.model.forward = torch.compile(compiled.model.forward, backend="eager")
+    ids = torch.arange(1, 33)[None]
+    mask = torch.ones_like(ids)
+    # What is compiled here is the unmodified model.
+    with torch.no_grad():
+        before = compiled.model(ids, attention_mask=mask).logits
+        for method in (PositionInterpolation(scale=3.0), LayerScaling.example(lm)):
+            with method.applied(lm):
+                expected = lm.logits(ids, mask)
+            with method.applied(compiled):
+                found = compiled.model(ids, attention_mask=mask).logits
+            torch.testing.assert_close(found, expected)
+            assert (found - before).abs().max() > 0.01
+        assert torch.equal(compiled.model(ids, attention_mask=mask).logits, before)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import posbench
+from posbench.methods.ms_poe import MsPoE
 from posbench.model.hooks import appendable_cache, fork_cache
+from tests.models import build
 
 
 def fresh(size: int) -> torch.Tensor:
@@ -81,3 +85,20 @@ def test_a_fork_after_another_copies_nothing() -> None:
     for each in (one, two):
         each.update(fresh(1), fresh(1), 0)
     assert one.layers[0].keys.data_ptr() == place != two.layers[0].keys.data_ptr()
+
+
+def test_models_that_share_a_config_have_functions_of_their_own() -> None:
+    config = build("llama").config
+    models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
+    first, second = (posbench.load(model) for model in models)
+    ids = torch.arange(1, 33)[None]
+    mask = torch.ones_like(ids)
+    before = second.logits(ids, mask)
+    method = MsPoE.example(first)
+    with method.applied(first):
+        changed = first.logits(ids, mask)
+        assert torch.equal(second.logits(ids, mask), before)
+        with method.applied(second):
+            assert torch.equal(first.logits(ids, mask), changed)
+            assert not torch.equal(second.logits(ids, mask), before)
+    assert torch.equal(second.logits(ids, mask), before)

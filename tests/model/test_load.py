@@ -268,3 +268,13 @@ def test_methods_on_a_model_whose_modules_accelerate_serves(name: str) -> None:
     assert logits(dispatch_model(build("llama"), {"": "cpu"}, force_hooks=True)).equal(
         logits(build("llama"))
     )
+
+
+def test_what_is_no_model_is_refused() -> None:
+    model = build("llama")
+    with refused("source", "LlamaModel", allowed="logits", hint="causal"):
+        load(model.model)
+    wrapped = torch.nn.Sequential(model)
+    for source in (wrapped, None, 123):
+        with refused("source", type(source).__name__, allowed="a hub id", hint="wraps"):
+            load(source)  # type: ignore[arg-type]

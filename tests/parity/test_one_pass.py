@@ -1,5 +1,7 @@
 """scale_channel in one forward of the prompt against its two passes, and calls that bring a prompt in parts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -10,6 +12,7 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.ms_poe import MsPoE
 from posbench.model.hooks import functions_in_front
 from posbench.model.last_rows import LastRows
+from tests.messages import refused
 from tests.models import BUILDERS, LAYERS, VOCABULARY, build
 from tests.rounding import assert_same, attention_noise, family_noise
 
@@ -256,3 +259,85 @@ def test_a_failure_in_the_middle_leaves_the_kernel_and_the_model():
         assert torch.equal(lm.logits(ids, mask), before)
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("own_forward", [False, True])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "qwen3", "olmo2"])
+def test_keys_that_a_hook_changes_are_those_of_changed_weights(name, own_forward):
+    ids, mask = prompts()
+    hooked, changed = posbench.load(build(name)), posbench.load(build(name))
+    for layer in hooked.model.model.layers:
+        projection = layer.self_attn.k_proj
+        if own_forward:
+            projection.forward = lambda x, forward=projection.forward: 2 * forward(x)
+        else:
+            projection.register_forward_hook(lambda _, args, output: 2 * output)
+    with torch.no_grad():
+        for layer in changed.model.model.layers:
+            for parameter in layer.self_attn.k_proj.parameters():
+                parameter.mul_(2)
+    # Doubled keys double what rounding does to scores.
+    noise = 2 * family_noise(name)
+    for method in SETTINGS:
+        with method.applied(hooked):
+            found = hooked.logits(ids, mask)
+            tokens = generate(hooked, ids, mask)[0]
+        with method.applied(changed):
+            expected = changed.logits(ids, mask)
+            assert torch.equal(tokens, generate(changed, ids, mask)[0])
+        assert_same(found[mask.bool()], expected[mask.bool()], noise, "logits")
+
+
+def test_a_hook_on_a_projection_of_queries_keys_and_values():
+    ids, mask = prompts()
+    lm = posbench.load(build("phi3"))
+    before = lm.logits(ids, mask)
+    (projection,) = {lm.model.model.layers[1].self_attn.qkv_proj}
+    hook = projection.register_forward_hook(lambda _, args, output: 2 * output)
+    with (
+        refused("model", allowed="queries", hint="inside") as caught,
+        METHOD.applied(lm),
+    ):
+        lm.logits(ids, mask)
+    assert "qkv_proj in layer 1" in str(caught.value)
+    hook.remove()
+    assert torch.equal(lm.logits(ids, mask), before)
+
+
+def test_one_block_of_the_method_at_a_time():
+    ids, mask = prompts()
+    lm = posbench.load(build("llama"))
+    before = lm.logits(ids, mask)
+    with METHOD.applied(lm):
+        inside = lm.logits(ids, mask)
+        with (
+            refused("method", allowed="last=all", hint="channel="),
+            SETTINGS[1].applied(lm),
+        ):
+            pass
+        assert torch.equal(lm.logits(ids, mask), inside)
+    assert torch.equal(lm.logits(ids, mask), before)
+
+
+def test_blocks_that_scale_all_tokens_nest():
+    ids, mask = prompts()
+    lm = posbench.load(build("llama"))
+    first, second = (replace(SETTINGS[-1], channel=channel) for channel in (5, 41))
+    with replace(SETTINGS[-1], channel=(5, 41)).applied(lm):
+        expected = lm.logits(ids, mask)
+        tokens = generate(lm, ids, mask)[0]
+    with first.applied(lm), second.applied(lm):
+        found = lm.logits(ids, mask)
+        assert torch.equal(generate(lm, ids, mask)[0], tokens)
+    assert_same(
+        found[mask.bool()], expected[mask.bool()], family_noise("llama"), "logits"
+    )
+
+
+def test_gradient_checkpointing_is_refused_in_words():
+    lm = posbench.load(build("llama"))
+    lm.model.gradient_checkpointing_enable()
+    lm.model.train()
+    ids, mask = prompts(padded=False)
+    with METHOD.applied(lm), pytest.raises(ValueError, match="checkpointing_disable"):
+        lm.model(input_ids=ids, attention_mask=mask)

@@ -171,7 +171,7 @@ def applicable_methods(
     build: Callable[[MethodChoice], Method],
     report: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Method]:
-    """Build the methods that apply to a model.
+    """Build the methods that apply to a model and change no prompt.
 
     Args:
         lm: The model.
@@ -187,6 +187,10 @@ def applicable_methods(
         try:
             method = build(choice)
             method.check(lm)
+            if method.rewrites:
+                # These prompts go as they are, so that it would count as the unmodified model.
+                allowed = "methods that leave prompts as they are"
+                raise UserError("method", name, allowed, "posbench study=remedies")
             methods[name] = method
         except UserError as error:
             report(f"left out: {name} ({error.field}: {error.allowed})")
