@@ -270,12 +270,12 @@ def resolve_target(
         hint = f"check {file} ({reason})"
         own = module.partition(".")[0] != "posbench"
         if isinstance(error, ModuleNotFoundError) and own:
-            hint = f"install what {module}.py imports ({error})"
+            hint = f"install what {module} imports ({error})"
         is_lost = isinstance(error, ModuleNotFoundError) and module.startswith(
             str(error.name)
         )
         if is_lost and own:
-            hint = f"your own {module}.py is not found: install its plug-in, or add --config-dir DIR, which holds it"
+            hint = f"your own {module} is not found: install its plug-in, or add --config-dir DIR, which holds it"
         raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"

@@ -172,6 +172,9 @@ class Course:
     def run(self) -> None:
         """Take the parts in turn until the question is answered; the findings go to :attr:`diagnosis`."""
         diagnosis = self.diagnosis
+        remedies = Remedies(self.runs, self.sizes, self.folder)
+        if not self.runs.is_served:
+            remedies.check()
         self._announce()
         if self._has_signal() and self._pilot():
             self._shape()
@@ -181,7 +184,7 @@ class Course:
                 self._source()
                 self._structure()
                 self._prompts()
-                Remedies(self.runs, self.sizes, self.folder).run()
+                remedies.run()
             elif diagnosis.verdict == BIAS:
                 note = "a server shows nothing of the inside of its model"
                 diagnosis.source_note = note

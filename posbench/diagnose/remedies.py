@@ -122,6 +122,11 @@ class Remedies:
         self.sizes = sizes
         self.folder = folder
 
+    def check(self) -> None:
+        """Refuse a method of the user or of a plug-in that cannot be imported, before anything is asked."""
+        if "method" not in self.runs.typed_keys:
+            all_choices(self._folders(), {})
+
     def run(self) -> None:
         """Race the methods on calibration prompts, and ask held-back questions of the winner."""
         diagnosis = self.diagnosis
@@ -334,8 +339,7 @@ class Remedies:
             ).choice
             return {choice.name: choice}, []
         config = self.runs.prepare(part_overrides, in_process=True)
-        folders = paths.config_folders(read_flags(self.runs.args).config_dir)
-        choices = all_choices(folders, config.model.blocks)
+        choices = all_choices(self._folders(), config.model.blocks)
         left_out = []
         for name in SEARCHES:
             choice = choices[name]
@@ -351,6 +355,10 @@ class Remedies:
                 del choices[name]
                 left_out.append(Remedy(name, note=found.note))
         return choices, left_out
+
+    def _folders(self) -> list[Path]:
+        """The config folders of the diagnosis."""
+        return paths.config_folders(read_flags(self.runs.args).config_dir)
 
     def _search(self, choice: MethodChoice, num_held_back: int) -> Searched:
         """Search for constants of a method, where the budget is a time that leaves room for it.

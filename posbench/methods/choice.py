@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from posbench import paths
 from posbench.errors import UserError, renamed
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.files.sources import Source
@@ -236,6 +237,9 @@ def all_choices(
 
     Returns:
         The choices by the names of their files.
+
+    Raises:
+        UserError: The class of one cannot be imported, or is no method.
     """
     files: dict[str, Path] = {}
     for folder in reversed(folders):
@@ -243,7 +247,14 @@ def all_choices(
     choices = {}
     for name, file in sorted(files.items()):
         data = read_yaml(file, hint=CORRECT_FILE)
-        cls, node = resolve_target(data, Method, "method")  # type: ignore[type-abstract]
+        try:
+            cls, node = resolve_target(data, Method, "method")  # type: ignore[type-abstract]
+        except UserError as error:
+            hint = error.hint
+            if plugin := paths.distribution_of(file):
+                hint += f", or without the plug-in: pip uninstall {plugin}"
+            where = f"method={name}"
+            raise UserError(where, error.value, error.allowed, hint) from error
         values = default_values(cls)
         for key, value in (node | blocks.get(name, {})).items():
             if key in values:

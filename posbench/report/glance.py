@@ -61,7 +61,7 @@ from posbench.stats.verdict import (
     run_verdict,
     verdict_rule,
 )
-from posbench.studies.base import read_study
+from posbench.studies.base import Study, read_study
 
 TONES: Mapping[str, Tone] = {
     NO_BIAS: "good",
@@ -126,9 +126,11 @@ def run_glance(folder: Path) -> Glance:
     findings = read_csv(folder / "findings.csv")
     facts = read_json(folder / "study.json") or {}
     found = None
+    has_figures = False
     if facts and config.get("study"):
         make_importable(run)
         study = read_study(config["study"])
+        has_figures = type(study).figures is not Study.figures
         found = study.glance(study_tables(folder, facts["tables"]))
     if found:
         counts = count_verdicts(findings) if findings is not None else ""
@@ -156,7 +158,7 @@ def run_glance(folder: Path) -> Glance:
         command = f"posbench method=from:{name_in_commands(run, config)}"
         words = [command, *_subject(run, config)]
         return _with_step(found, " ".join(words), "evaluates what the search found")
-    if facts:
+    if has_figures:
         command = f"posbench report {name_in_commands(run, config)} --format pdf"
         return _with_step(found, command, "draws the figures as PDF, too")
     return found
@@ -827,6 +829,7 @@ def _step_after_scores(
     name = name_in_commands(run, config)
     subject = _subject(run, config)
     node = _group(config, "method")
+    make_importable(run)
     choice = MethodChoice.of(node) if "_target_" in node else None
     in_process = is_in_process(config.get("model"))
     to = choice.export_format if choice else "transformers"

@@ -224,3 +224,27 @@ def test_a_run_finds_its_plug_in_again_and_names_one_that_is_gone(
     gone = posbench(*command, verb=True)
     assert gone.status == 2
     assert_names(gone.err, "method._target_", "plugged.damp.code", "plug-in")
+    # The page over all runs stays.
+    assert posbench("view", str(outputs), verb=True).status == 0
+
+
+def test_one_that_cannot_be_imported_is_named_before_anything_is_asked(
+    site: Path, posbench: Callable[..., Result], outputs: Path
+) -> None:
+    package = install(
+        site, "plugged-bad", "plugged", late="_target_: plugged.code.Late"
+    )
+    (package / "__init__.py").touch()
+    (package / "code.py").write_text("import no_such_library\n")
+    for command, verb in (
+        (["study=remedies", "model=tiny", "task.limit=2"], False),
+        (["diagnose", "model=tiny"], True),
+    ):
+        result = posbench(*command, verb=verb)
+        assert_refused(
+            result.err,
+            "method=late",
+            "plugged.code.Late",
+            hint=("no_such_library", "pip uninstall plugged-bad"),
+        )
+    assert not run_folders(outputs)
