@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from posbench import paths, versions
 from posbench.cli.options import option
@@ -21,10 +24,11 @@ from posbench.files.checksums import file_sha256
 from posbench.files.digests import Content, read_contents
 from posbench.files.parse import Object, read_yaml
 from posbench.files.secrets import without_typed_secrets
+from posbench.late import torch
 from posbench.methods.base import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.prompt_change import PromptChange
-from posbench.model.load import load, read_checkpoint
+from posbench.model.load import default_dtype, load, read_checkpoint, torch_device
 from posbench.pipeline.compose import compose_one, compose_record
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.constants import with_constants
@@ -61,7 +65,7 @@ def export(args: list[str]) -> int:
                     gguf          the whole model, for llama.cpp and what is built on it
                     gguf-lora     an adapter for these
                     transformers  weights with a file of code, for methods that do not fold
-                    vllm-plugin   a package for vLLM (layer_scaling)
+                    vllm-plugin   a package for vLLM (layer_scaling, position_interpolation)
       --out DIR     a new folder
       --weights     of gguf: float32, float16 or q8_0; float16 unless said where the published weights are in
                     half precision, else float32
@@ -93,10 +97,15 @@ def export(args: list[str]) -> int:
     form = base.find_format(to)
     _need_weight_type(form, weights)
     console = make_console()
-    folder = Path(out).expanduser().absolute()
+    # What a link points to, which may lie on another disk.
+    folder = Path(out).expanduser().resolve()
+    if folder in (Path.cwd(), *Path.cwd().parents):
+        allowed = "a folder inside this one: the folder is made anew"
+        raise UserError("--out", out, allowed, "--out fix")
     write.check_destination(folder)
     origin = _origin(remaining, outputs)
     config, changes = _split_prompt_changes(origin.config)
+    config = _with_published_weights(config, console)
     if not forced:
         _need_model_that_does_the_task(origin)
     silence_transformers()
@@ -165,6 +174,10 @@ def export(args: list[str]) -> int:
     comparison = write.write(form, fix, facts, prompts, folder)
     console.print(comparison.words)
     console.print(f"{folder}: how to load it stands in {folder / write.CARD}")
+    if form.name == "checkpoint" and not any(folder.glob("*.safetensors")):
+        console.print(
+            "no weights are written, as they stay the same: copy config.json over that of the model"
+        )
     for name, recipe in changes.items():
         line = f"files hold no prompts, so make {name} where you make yours:"
         console.print(f"{line}\n{recipe}")
@@ -198,7 +211,8 @@ def verify(args: list[str]) -> int:
     form = base.find_format(record.format)
     folders = import_from(record.config_dir or None, record.raw, str(folder))
     config = _config_of_record(record.raw, folders)
-    _need_same_base(record, config)
+    with _recorded_model():
+        _need_same_base(record, config)
     silence_transformers()
     run = build_run(config, make_console())
     _need_weight_type(form, record.weights or None)
@@ -214,6 +228,18 @@ def _need_weight_type(form: base.Format, weights: str | None) -> None:
     if weights is not None and weights not in form.weight_types:
         allowed = ", ".join(form.weight_types) or f"nothing with --to {form.name}"
         raise UserError("--weights", weights, allowed, "leave out --weights")
+
+
+@contextmanager
+def _recorded_model() -> Iterator[None]:
+    """Name a next step that works where the model of a record is gone: the commands on records take no overrides."""
+    try:
+        yield
+    except UserError as error:
+        if error.field != "model.path":
+            raise
+        hint = f"put it back there, or make a new run or export with {error.hint}"
+        raise UserError(error.field, error.value, error.allowed, hint) from error
 
 
 def _need_same_base(record: write.Record, config: Config) -> None:
@@ -306,6 +332,10 @@ def _origin_of_run(folder: Path) -> Origin:
     run = open_undamaged(folder)
     folders = make_importable(run)
     raw = run.config("task", "model", "method")
+    if raw["model"].get("base_url"):
+        allowed = "a run of a model in this process: this one asked a server, which keeps its weights"
+        hint = "posbench export model=DIR method=... --to FORMAT --out DIR"
+        raise UserError("RUN", folder.name, allowed, hint)
     found_by_method: dict[str, Any] = {}
     if (folder / FOUND_FILE).is_file():
         found_by_method = read_yaml(
@@ -319,9 +349,11 @@ def _origin_of_run(folder: Path) -> Origin:
     config = _config_of_record(
         {**raw, "method": with_constants(raw["method"], constants)}, folders
     )
-    need_same_contents([config.model.checkpoint], run.facts(PROVENANCE))
+    with _recorded_model():
+        need_same_contents([config.model.checkpoint], run.facts(PROVENANCE))
+        checkpoint = read_checkpoint(config.model)
     # A run without a search asked no calibration prompts.
-    fit = FitToModel(config, read_checkpoint(config.model), asks_calibration=True)
+    fit = FitToModel(config, checkpoint, asks_calibration=True)
     fit.fit_task()
     config = fit.config
     search_result: dict[str, Any] = next(iter(found_by_method.values()), {})
@@ -373,6 +405,28 @@ def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config
         raise UserError("recorded config", list(raw), allowed, hint)
     groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
     return check_config(compose_record({**groups, "stages": ["evaluate"]}, folders))
+
+
+def _with_published_weights(config: Config, console: Console) -> Config:
+    """Return the config with a type of weights that holds the published ones, so that none is written rounded."""
+    facts = read_checkpoint(config.model).facts
+    if getattr(facts, "quantization_config", None) is not None:
+        return config
+    published = str(facts.get_text_config().dtype or "float32").removeprefix("torch.")
+    chosen = config.model.dtype
+    if chosen == "auto":
+        device = torch_device(config.runtime.device)
+        chosen = default_dtype(config.model, facts, device)
+    both = torch.promote_types(getattr(torch, chosen), getattr(torch, published))
+    dtype = str(both).removeprefix("torch.")
+    if dtype == chosen:
+        return config
+    console.print(
+        f"the published weights are {published}: written from {dtype}, as {chosen} rounds them"
+    )
+    raw = {**config.raw, "model": {**config.raw["model"], "dtype": dtype}}
+    model = replace(config.model, dtype=dtype)  # type: ignore[arg-type]
+    return replace(config, raw=raw, model=model)
 
 
 def _split_prompt_changes(config: Config) -> tuple[Config, dict[str, str]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from typing import ClassVar
 from posbench.errors import UserError
 from posbench.late import Tensor, torch
 from posbench.methods.base import CheckpointChange, Method
+from posbench.methods.composed import Composed
 from posbench.model.lm import LM
 from posbench.versions import install_hint
 
@@ -27,6 +31,13 @@ ROUGH_TOLERANCE_SHARE = 0.1
 """The same as a share of the method's effect; the larger of the two tolerances counts."""
 ROUNDING_TOLERANCE_FACTOR = 2
 """The same as a multiple of the effect of rounded weights on the unmodified model."""
+
+
+PUBLISHED_FILES = (
+    "generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+    "chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+"""Files beside config and weights that programs read, or that a licence asks for."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +65,40 @@ class Fix:
     weights: str = ""
     revision: str | None = None
 
+    @property
+    def method_name(self) -> str:
+        """The method's name, or those of its parts."""
+        if isinstance(self.method, Composed):
+            return " with ".join(self.method.parts)
+        return self.method.short_name()
+
+    def copy_published(self, folder: Path) -> None:
+        """Copy tokenizer, processor, generation config and licence as they were published; write what was not there."""
+        files = Path(self.files)
+        copied = [
+            file
+            for pattern in PUBLISHED_FILES
+            for file in (files.glob(pattern) if self.files else ())
+            if file.is_file()
+        ]
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+        if self.lm.tokenizer is not None and not any(
+            file.name.startswith(("tokenizer", "vocab", "tekken")) for file in copied
+        ):
+            self.lm.tokenizer.save_pretrained(folder)
+
     def with_base(self, usage: str) -> str:
         """A text on how to load the files, with the model in place of ``BASE``, in its revision."""
         if self.revision:
             usage = usage.replace('"BASE"', f'"BASE", revision="{self.revision}"')
             served = f"vllm serve BASE --revision {self.revision}"
             usage = usage.replace("vllm serve BASE", served)
-        return usage.replace("BASE", self.base)
+        served = f"vllm serve {shlex.quote(self.base)}"
+        # In one pass: the model's name may hold these words.
+        return re.sub(
+            "(vllm serve )?BASE", lambda m: served if m[1] else self.base, usage
+        )
 
     @property
     def exact(self) -> bool:
@@ -179,12 +217,22 @@ def checkpoint_change(fix: Fix, to: str) -> CheckpointChange:
     """
     change = fix.method.folded(fix.lm)
     if change is None:
-        allowed = (
-            f"a format that holds {fix.method.short_name()} with these parameters"
-            ": it does not fold into a checkpoint"
-        )
-        raise UserError("--to", to, allowed, "--to transformers")
+        allowed = f"a format that holds {fix.method_name} with these parameters: it does not fold into a checkpoint"
+        raise UserError("--to", to, allowed, other_format(fix))
     return change
+
+
+def other_format(fix: Fix) -> str:
+    """The format that holds a method which this one does not, as the next step of a message."""
+    shipped = import_module("posbench.export.transformers").SHIPPED_CODE
+    change = fix.method.folded(fix.lm)
+    if change is not None:
+        return "--to checkpoint"
+    if type(fix.method) in shipped:
+        return "--to transformers"
+    if fix.method.twin().folded(fix.lm) is not None:
+        return "--to checkpoint, which writes its twin for all tokens"
+    return "none holds it yet: use it in process, as lm.model inside its block"
 
 
 def next_token(lm: LM, prompts: Prompts) -> Tensor:

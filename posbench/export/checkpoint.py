@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from posbench.export.base import Fix, Format, Prompts, checkpoint_change, next_token
 from posbench.export.fold import rotary_config, scaled_weights
-from posbench.late import Tensor, torch, transformers
+from posbench.files.atomic import write_json
+from posbench.late import PreTrainedConfig, Tensor, torch, transformers
+from posbench.methods.base import CheckpointChange
 from posbench.model.load import load
 
 
@@ -41,8 +46,12 @@ class Export(Format):
                 lm.model.save_pretrained(folder, state_dict=weights)
         config.dtype = fix.dtype
         config.save_pretrained(folder)
-        if lm.tokenizer is not None:
-            lm.tokenizer.save_pretrained(folder)
+        published = Path(fix.files) / "config.json"
+        if fix.files and published.is_file():
+            data = json.loads(published.read_text())
+            _set_rope(data, config, change)
+            write_json(folder / "config.json", data)
+        fix.copy_published(folder)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """Load what was written, and return the log-probabilities of the next token after each prompt.
@@ -72,6 +81,31 @@ class Export(Format):
         if checkpoint_change(fix, self.name).columns:
             return WEIGHTS_USAGE
         return fix.with_base(CONFIG_USAGE)
+
+
+def _set_rope(
+    published: dict[str, Any], config: PreTrainedConfig, change: CheckpointChange
+) -> None:
+    """Set a method's RoPE in a published config, spelled as it is there: transformers 4 knows no ``rope_parameters``.
+
+    Args:
+        published: Content of ``config.json``, which changes.
+        config: The config with the method.
+        change: The method as a change of the checkpoint.
+    """
+    text_config = config.get_text_config()
+    node = published if text_config is config else published["text_config"]
+    parameters = text_config.rope_parameters if change.rope else {}
+    is_nested = any(isinstance(value, Mapping) for value in parameters.values())
+    if change.rope and (is_nested or "rope_parameters" in node):
+        node["rope_parameters"] = parameters
+        return
+    if "rope_theta" in change.rope:
+        base = "rotary_emb_base" if "rotary_emb_base" in node else "rope_theta"
+        node[base] = change.rope["rope_theta"]
+    if change.rope.keys() - {"rope_theta"}:
+        kept = ("rope_theta", "partial_rotary_factor")
+        node["rope_scaling"] = {k: v for k, v in parameters.items() if k not in kept}
 
 
 WEIGHTS_USAGE = """A checkpoint like any other; nothing of posbench is needed.

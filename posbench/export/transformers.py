@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posbench.errors import MachineError, UserError
-from posbench.export.base import Fix, Format, Prompts
+from posbench.export.base import Fix, Format, Prompts, other_format
 from posbench.late import Tensor, torch
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.base import Method
@@ -56,12 +56,10 @@ class Export(Format):
         if type(fix.method) not in SHIPPED_CODE:
             supported = ", ".join(method.short_name() for method in SHIPPED_CODE)
             allowed = (
-                f"a format that holds {fix.method.short_name()}; "
+                f"a format that holds {fix.method_name}; "
                 f"this one holds {supported}, one at a time"
             )
-            raise UserError(
-                "--to", self.name, allowed, "--to checkpoint, for methods that fold"
-            )
+            raise UserError("--to", self.name, allowed, other_format(fix))
         check_plain_weights(fix.lm, self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
@@ -78,6 +76,7 @@ class Export(Format):
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in (model.state_dict() | router_weights(fix)).items()
         }
+        fix.copy_published(folder)
         # Some checkpoints (MPT) let generate() run without a cache: another method.
         with replace_attribute(model.generation_config, "use_cache", True):
             # With the class's names of weights: transformers would rename them by
@@ -109,8 +108,6 @@ class Export(Format):
         text = text.replace("LlamaConfig", type(model.config).__name__)
         text = text.replace("LlamaForCausalLM", type(model).__name__)
         (folder / f"{MODULE}.py").write_text(text)
-        if fix.lm.tokenizer is not None:
-            fix.lm.tokenizer.save_pretrained(folder)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """See :meth:`Format.read`; in a process that cannot import posbench."""
@@ -123,7 +120,7 @@ class Export(Format):
         return USAGE
 
 
-USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`, and
+USAGE = """- transformers 5 or later: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`, and
   `AutoTokenizer` alike. `modeling_posbench.py` is all the code that runs. Without `trust_remote_code` the
   folder is refused, not loaded as the unmodified model.
 - an OpenAI-compatible server: `transformers serve DIR --trust-remote-code`

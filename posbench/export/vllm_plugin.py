@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Prompts
+from posbench.export.base import Fix, Format, Prompts, other_format
 from posbench.export.transformers import CODE, SHIPPED_CODE, run_process
 from posbench.late import Tensor, torch
 from posbench.model import rope
@@ -51,13 +51,13 @@ class Export(Format):
         """
         code, _ = SHIPPED_CODE.get(type(fix.method), ("", None))
         if code != "layer_scaling":
-            allowed = f"a format that holds {fix.method.short_name()}; this one holds layer_scaling"
-            raise UserError(
-                "--to",
-                self.name,
-                allowed,
-                "--to lora for what folds, else --to transformers",
-            )
+            held = "layer_scaling and position_interpolation"
+            allowed = f"a format that holds {fix.method_name}; this one holds {held}"
+            # vLLM loads an adapter as well, of what an adapter holds.
+            twin = fix.method.twin().folded(fix.lm)
+            is_adapter = twin is not None and twin.columns and not twin.rope
+            hint = "--to lora" if is_adapter else other_format(fix)
+            raise UserError("--to", self.name, allowed, hint)
         model_type = fix.lm.model.config.model_type
         rotary = rope.rotary_module(fix.lm.model)
         has_plain_rope = getattr(rotary, "rope_type", None) == "default"
@@ -117,8 +117,7 @@ class Export(Format):
 
     def usage(self, fix: Fix) -> str:
         """How to load the package with vLLM."""
-        usage = fix.with_base(USAGE)
-        return usage.replace("MODEL", architecture_name(fix))
+        return fix.with_base(USAGE.replace("MODEL", architecture_name(fix)))
 
 
 USAGE = """- vLLM: `pip install DIR`, then `vllm serve BASE --hf-overrides '{"architectures": ["MODEL"]}'`

@@ -252,6 +252,10 @@ def _need_remote_sources(
             else:
                 about = f" ({source.about})" if source.about else ""
                 allowed = f"files that are on this machine; this one is not{about}"
+                if source.kind == "gguf":
+                    allowed = (
+                        "a GGUF file that posbench has converted; this one is not yet"
+                    )
                 hint = shlex.join(["posbench", "fetch", *composed.arguments()])
                 raise UserError(source.field, source.id, allowed, hint)
 

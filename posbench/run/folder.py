@@ -113,6 +113,9 @@ class RunDir:
         ):
             allowed = "a config as posbench records it"
             hint = "repeat the command that made this run"
+            if not file.exists() and (self.path / JOBS).is_file():
+                allowed = "one run: this is a sweep of several"
+                hint = "posbench ls runs names them"
             raise UserError(CONFIG, str(file), allowed, hint)
         return config
 

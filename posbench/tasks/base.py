@@ -212,9 +212,12 @@ class Task(ABC):
     def how_to_shorten(self, example: Example) -> str:
         """Return what the user can do where the prompt of an example does not fit the window, in words."""
         steps = []
-        # ``sizes`` names the fields with the number of items.
+        # ``sizes`` names the fields with the number of items, of evaluation first and of calibration.
         if self.sizes:
-            steps.append(f"ask with fewer items (task.{self.sizes[0]})")
+            num_items = len(example.items)
+            fields = [f for f in self.sizes if getattr(self, f) == num_items]
+            field = next(iter(fields), self.sizes[0])
+            steps.append(f"ask with fewer items (task.{field})")
         if example.document:
             steps.append("cut the document's end with task.truncation=document")
         elif not example.items:

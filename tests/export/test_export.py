@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
+from posbench import paths
 from posbench.cli.main import main
 from posbench.export.write import CARD, RECORD_FILE
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
+from posbench.run.folder import RunDir, open_run_dir
 from posbench.stats.verdict import FIXED, Verdict
 from tests.conftest import Result, config_of, run_folders
 from tests.frames import with_missing_answers
-from tests.messages import assert_names, assert_refused
+from tests.messages import assert_names, assert_refused, refused
 
 SMALL = ["task.limit=4", "task.calibration_examples=12"]
 
@@ -463,3 +468,106 @@ def test_only_an_export_as_it_was_written_is_replaced(
         posbench(*call, verb=True).status == 2
         and (out / CARD).read_text() == "my notes"
     )
+
+
+def test_weights_are_written_as_published_whatever_the_run_computed_in(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
+    out = tmp_path / "fix"
+    settings = ["method.channel=15", "method.factor=0.3", "method.layers=[1,3]"]
+    result = posbench(
+        "export", "model=tiny", "model.dtype=bfloat16", "method=scale_channel", *settings,
+        "method.last=all", "--to", "checkpoint", "--out", str(out), verb=True,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert_names(result.out, "float32", "bfloat16")
+    written, published = (
+        load_file(folder / "model.safetensors")
+        for folder in (out, paths.PACKAGE / "embedded" / "models" / "tiny")
+    )
+    for name, weight in written.items():
+        expected = published[name].clone()
+        if re.search(r"layers\.[123]\..*[qk]_proj\.weight", name):
+            expected[:, 15] *= 0.3
+        assert torch.equal(weight, expected), name
+    assert posbench("verify", str(out), verb=True).status == 0
+
+
+def test_a_link_stays_a_link_and_the_working_folder_stays(
+    posbench: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, link = tmp_path / "other_disk", tmp_path / "link"
+    place.mkdir()
+    link.symlink_to(place)
+    command = [
+        "export",
+        "model=tiny",
+        "method=rope_base",
+        "--to",
+        "checkpoint",
+        "--out",
+    ]
+    made = posbench(*command, str(link), verb=True)
+    assert made.status == 0, made.err
+    assert link.is_symlink() and (place / "config.json").is_file()
+    assert_names(made.out, "no weights", "config.json")
+    assert {file.name for file in tmp_path.iterdir()} == {"other_disk", "link"}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", ".."):
+        assert_refused(
+            posbench(*command, out, verb=True).err, "--out", out, hint="--out fix"
+        )
+
+
+@pytest.mark.parametrize(
+    ("method", "to", "hint"),
+    [
+        (["pine"], "transformers", "in process"),
+        (["pine"], "checkpoint", "in process"),
+        (
+            ["self_extend", "method.group_size=2", "method.window=8"],
+            "checkpoint",
+            "in process",
+        ),
+        (["ms_poe"], "checkpoint", "--to transformers"),
+        (["rope_base"], "vllm-plugin", "--to checkpoint"),
+        (["[position_interpolation,rope_base]"], "transformers", "in process"),
+    ],
+)
+def test_the_next_step_is_a_format_that_holds_the_method(
+    method: list[str],
+    to: str,
+    hint: str,
+    posbench: Callable[..., Result],
+    tmp_path: Path,
+) -> None:
+    name, *constants = method
+    command = ["export", "model=tiny", f"method={name}", *constants, "--out"]
+    result = posbench(*command, str(tmp_path / "fix"), "--to", to, verb=True)
+    assert_refused(result.err, "--to", to, hint=hint)
+    assert "composed" not in result.err
+    if hint.startswith("--to "):
+        again = posbench(*command, str(tmp_path / "fix"), *hint.split(), verb=True)
+        assert again.status == 0, again.err
+
+
+def test_a_run_on_a_server_or_a_sweep_has_no_weights_to_export(
+    run: Path,
+    posbench: Callable[..., Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["base_url"] = "http://localhost:1/v1"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("posbench.cli.export.open_undamaged", open_run_dir)
+    tail = ["--to", "checkpoint", "--out", str(tmp_path / "fix")]
+    result = posbench("export", str(run), *tail, verb=True)
+    assert result.status == 2
+    assert_names(result.err, "server", "model=DIR")
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    (sweep / "jobs.json").write_text("[]")
+    with refused("config.yaml", allowed="sweep", hint="ls runs"):
+        RunDir(sweep).config("model")

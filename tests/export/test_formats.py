@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -268,3 +269,47 @@ def test_a_revision_stands_wherever_the_model_is_loaded() -> None:
     assert "vllm serve org/toy --revision s1" in usages[0]
     assert fix.with_base(checkpoint.CONFIG_USAGE).count("s1") == 2
     assert "BASE" not in "".join(usages)
+
+
+OLD_SPELLING = {"rope_theta": 30000.0, "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (SCALED, {}),
+        (OTHER_BASE, {"rope_theta": 20000.0}),
+        (INTERPOLATED, {"rope_scaling": {"rope_type": "linear", "factor": 1.7}}),
+        (BOTH, {"rope_scaling": {"rope_type": "linear", "factor": 1.7}}),
+    ],
+)
+def test_a_published_config_keeps_its_spelling(
+    method: Method, expected: dict[str, object], tmp_path: Path
+) -> None:
+    # transformers 4 reads no rope_parameters, and takes a base of 10,000 without them.
+    published = tmp_path / "published"
+    build("llama").save_pretrained(published)
+    config = json.loads((published / "config.json").read_text())
+    for new in ("rope_parameters", "dtype"):
+        del config[new]
+    config |= OLD_SPELLING
+    (published / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "LICENSE", "preprocessor_config.json"):
+        (published / name).write_text(f"{name} as it was published\n")
+    (published / "README.md").write_text("another card")
+    lm = load(hf.AutoModelForCausalLM.from_pretrained(published))
+    again = partial(load, copy.deepcopy(lm.model))
+    fix = base.Fix(lm, method, str(published), again, "float32", str(published))
+    assert measured("checkpoint", fix, tmp_path / "out").holds
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | expected
+    for name in ("tokenizer.json", "LICENSE", "preprocessor_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (published / name).read_bytes()
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_a_path_stands_in_a_command_as_a_shell_takes_it() -> None:
+    fix = base.Fix(load(build("llama")), SCALED, "/a/MODEL of BASE", lambda: None)  # type: ignore[arg-type, return-value]
+    usage = base.find_format("lora").usage(fix)
+    assert "vllm serve '/a/MODEL of BASE' --enable-lora" in usage
+    assert '"/a/MODEL of BASE"' in usage

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers import LlamaConfig as BaseConfig
@@ -31,6 +32,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # "cache" from transformers 5.24 on; "layer_past" in GPT-NeoX, Bloom and others before.
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError("transformers 5 or later: earlier ones read no rope_parameters")
 
 
 def cache_name(names: Any) -> str:

@@ -15,8 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from transformers import LlamaConfig as BaseConfig
 from transformers import LlamaForCausalLM as Base
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError("transformers 5 or later: earlier ones read no rope_parameters")
 
 
 class PosbenchConfig(BaseConfig):

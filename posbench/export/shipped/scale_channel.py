@@ -19,6 +19,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache
 from transformers import LlamaConfig as BaseConfig
 from transformers import LlamaForCausalLM as Base
@@ -26,6 +27,9 @@ from transformers.cache_utils import DynamicLayer
 
 # "cache" from transformers 5.24 on; "layer_past" in GPT-NeoX, Bloom and others before.
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError("transformers 5 or later: earlier ones read no rope_parameters")
 
 
 def cache_name(names: Any) -> str:
