@@ -1005,7 +1005,10 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     )
     if counts:
         directions = ("raise it", "lower it", "cannot be told apart")
-        changes = ", ".join(f"{counts[d]} {d}" for d in directions if counts[d])
+        verbs = {
+            d: d.replace(" it", "s it") if counts[d] == 1 else d for d in directions
+        }
+        changes = ", ".join(f"{counts[d]} {verbs[d]}" for d in directions if counts[d])
         total = counts.total()
         text = f"of {total} compared with the unmodified model, {changes}"
         # Some differ by chance alone.

@@ -218,7 +218,7 @@ def test_sweep_page(tmp_path):
     (tmp_path / "reference.json").write_text(json.dumps([row]))
     page = render_sweep(tmp_path).read_text()
     assert_names(page, "3 settings", "method.factor", "82.7 % (-1)", "92.7 % (0)")
-    assert_names(page, "1 raise", "2 cannot be")
+    assert_names(page, "1 raises", "2 cannot be")
     assert (
         "<title>scale_channel on tiny, kv, by method.factor - posbench</title>" in page
     )
@@ -266,7 +266,7 @@ def test_a_sweep_says_nothing_of_scores_whose_answers_are_missing():
     _, rows, sentence = sweep_table(frame, swept_columns(frame))
     assert rows[0][1] == "92.7 [89.7, 95.7]" and rows[0][3] == "+8.7 [4.7, 12.7]"
     assert rows[1][1] == "missing answers" and rows[1][3] == ""
-    assert "1 raise it" in sentence and "lower it" not in sentence
+    assert "1 raises it" in sentence and "lower it" not in sentence
     assert "26.7" not in sentence and "in 1 setting (2)" in sentence
     assert sentence.startswith("The average is 92.7 % (1);")
 
