@@ -56,7 +56,11 @@ class Export(Format):
             # vLLM loads an adapter as well, of what an adapter holds.
             twin = fix.method.twin().folded(fix.lm)
             is_adapter = twin is not None and twin.columns and not twin.rope
-            hint = "--to lora" if is_adapter else other_format(fix)
+            hint = (
+                f"--to lora, or {other_format(fix)}"
+                if is_adapter
+                else other_format(fix)
+            )
             raise UserError("--to", self.name, allowed, hint)
         model_type = fix.lm.model.config.model_type
         rotary = rope.rotary_module(fix.lm.model)
