@@ -34,9 +34,19 @@ ROUNDING_TOLERANCE_FACTOR = 2
 
 
 PUBLISHED_FILES = (
-    "generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
-    "chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
+    "generation_config.json",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template*",
+    "*processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 """Files beside config and weights that programs read, or that a licence asks for."""
 
 
@@ -132,6 +142,10 @@ class Format(ABC):
         if self.folds:
             checkpoint_change(fix, self.name)
 
+    def has_code(self, method: Method) -> bool:
+        """Whether the format holds a method, one by itself, as a file of code."""
+        return False
+
     @abstractmethod
     def write(self, fix: Fix, folder: Path) -> None:
         """Write the files that an engine loads."""
@@ -224,11 +238,10 @@ def checkpoint_change(fix: Fix, to: str) -> CheckpointChange:
 
 def other_format(fix: Fix) -> str:
     """The format that holds a method which this one does not, as the next step of a message."""
-    shipped = import_module("posbench.export.transformers").SHIPPED_CODE
     change = fix.method.folded(fix.lm)
     if change is not None:
         return "--to checkpoint"
-    if type(fix.method) in shipped:
+    if find_format("transformers").has_code(fix.method):
         return "--to transformers"
     if fix.method.twin().folded(fix.lm) is not None:
         return "--to checkpoint, which writes its twin for all tokens"

@@ -44,6 +44,10 @@ class Export(Format):
     name = "transformers"
     folds = False
 
+    def has_code(self, method: Method) -> bool:
+        """See :meth:`Format.has_code`."""
+        return type(method) in SHIPPED_CODE
+
     def check(self, fix: Fix) -> None:
         """Refuse a method without code for transformers, and weights that are not in plain tensors.
 
@@ -53,7 +57,7 @@ class Export(Format):
         Raises:
             UserError: States which.
         """
-        if type(fix.method) not in SHIPPED_CODE:
+        if not self.has_code(fix.method):
             supported = ", ".join(method.short_name() for method in SHIPPED_CODE)
             allowed = (
                 f"a format that holds {fix.method_name}; "

@@ -249,7 +249,7 @@ def test_a_budget_of_tokens_is_kept(posbench: Call, tmp_path: Path) -> None:
             f"model={second.url}",
             "model.concurrency=1",
             "study.policies=[reversed]",
-            "budget=50ktok",
+            "budget=7ktok",
         )
         assert more.status == 0, more.err
         assert second.prompts

@@ -8,7 +8,7 @@ import pytest
 
 from tests.schedules import Schedules
 
-SCHEDULES = 20
+SCHEDULES = 10
 ALL_SCHEDULES = 500
 
 
