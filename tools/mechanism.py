@@ -241,10 +241,11 @@ def _deep_crop(numbers: pd.DataFrame) -> str:
     unmodified = 100 * run.loc["unmodified_inner", "value"]
     unmodified /= run.loc["unmodified_first", "value"]
     rise = run.loc["crop_attention"]
+    verdict = f"that the crop raises it is {rise['verdict']}"
     return (
         "Cropped in layers 0 to 2, `tiny_nope` gives the gold item "
-        f"{number('crop_level', run.loc['crop_level'])} of the first position's attention, unmodified {unmodified:.0f} %: "
-        f"attention changes by {number('crop_attention', rise)} (that the crop raises it is {rise['verdict']}), and "
+        f"{number('crop_level', run.loc['crop_level'])} of the first position's attention, "
+        f"unmodified {unmodified:.0f} %: attention changes by {number('crop_attention', rise)} ({verdict}), and "
         f"accuracy by {number('crop_score', run.loc['crop_score'])} points:"
     )
 
