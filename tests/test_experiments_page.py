@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 
 from posbench import paths
 from posbench.files.atomic import write_csv
@@ -157,9 +159,83 @@ def _told(text: str) -> list[list[str]]:
 def test_the_readme_lists_every_caption(tmp_path: Path) -> None:
     """Made of runs that no test repeats, but its captions and experiments are those of today."""
     text = README.read_text(encoding="utf-8")
-    assert _told(text) == _told(experiments_page(tmp_path)), (
-        "python tools/pages.py experiments outputs --out experiments/README.md"
-    )
+    assert _told(text) == _told(experiments_page(tmp_path)), MAKE_GALLERY
+
+
+def test_the_readme_has_minutes_and_verdicts_of_the_kept_runs() -> None:
+    cells_of = dict[str, tuple[str, str]]()
+    for line in README.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|") or ".yaml)" not in line:
+            continue
+        commands, minutes, statuses = (
+            cell.strip().split("<br>") for cell in line.split("|")[3:6]
+        )
+        for command, *cells in zip(commands, minutes, statuses, strict=True):
+            (name,) = re.findall(r"experiment/(\w+)\.yaml", command)
+            assert cells_of.setdefault(name, tuple(cells)) == tuple(cells), name
+    judged = 0
+    for records in paths.EXPERIMENTS.glob("results/runs/*/runs.json"):
+        name = records.parent.name
+        if name not in cells_of:
+            continue
+        minutes, status = cells_of[name]
+        runs = json.loads(records.read_text(encoding="utf-8")).values()
+        seconds = [run["seconds"] for run in runs if "jobs" not in run]
+        assert float(minutes) == pytest.approx(sum(seconds) / 60, abs=0.051), name
+        files = list(records.parent.glob("*/findings.csv"))
+        findings = pd.concat([pd.DataFrame({"kind": []}), *map(pd.read_csv, files)])
+        of_paper = findings[findings["kind"] == "paper"]
+        if len(of_paper):
+            told = re.findall(r"(\d+) ([a-z ]+)", status)
+            words = ["holds" if word == "hold" else word for _, word in told]
+            counts = dict(zip(words, (int(count) for count, _ in told), strict=True))
+            assert counts == of_paper["verdict"].value_counts().to_dict(), name
+            judged += 1
+    assert judged > 20, MAKE_GALLERY
+
+
+def test_the_small_tables_of_lpes_are_those_of_the_kept_runs() -> None:
+    page = (paths.EXPERIMENTS / "lpes/results/lpes_tiny.md").read_text(encoding="utf-8")
+    section = page.partition("## As experiments")[2].partition("\n## ")[0]
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if re.match(r"\| \d", line)
+    ]
+    wanted = []
+    for table, swept in (
+        (6, "search.curve"),
+        (15, "search.weights"),
+        (16, "search.curve"),
+    ):
+        runs = paths.EXPERIMENTS / f"results/runs/lpes_table{table}"
+        (file,) = runs.glob("*/summary.csv*")
+        summary = pd.read_csv(file, dtype={"gold_position": str})
+        whole = summary[summary["gold_position"] == "all"]
+        for setting, rows in whole.groupby(swept, sort=False):
+            by_name = rows.set_index(["method", "metric"])
+            text = str(setting).strip("[]").replace(",", ", ")
+            cells = [str(table), text.replace("bezier", "Bezier")]
+            for name in (
+                ("layer_scaling", "accuracy"),
+                ("none", "accuracy"),
+                ("layer_scaling", "accuracy_difference"),
+            ):
+                row = by_name.loc[name]
+                sign = "+" if name[1].endswith("difference") else ""
+                numbers = 100 * row[["value", "ci_low", "ci_high"]].astype(float)
+                value, low, high = numbers
+                cells.append(f"{value:{sign}.1f} ({low:.1f} to {high:.1f})")
+            wanted.append([*cells, str(row["n"])])
+    assert shown == wanted
+    # The differences between settings are those that the runs were judged by.
+    claims = pd.read_csv(paths.EXPERIMENTS / "lpes/results/lpes_claims.csv")
+    of_tables = claims["study"].isin(["lpes_table6", "lpes_table15", "lpes_table16"])
+    for numbers in claims.loc[of_tables & (claims["verdict"] != "holds"), "value"]:
+        value, low, high = re.findall(r"-?[\d.]+", numbers)
+        interval = rf"{value.lstrip('-')} points (less )?\({low} to {high}\)"
+        short = rf"{value} \({low} to {high}\)"
+        assert re.search(f"{interval}|{short}", section), numbers
 
 
 def _run(

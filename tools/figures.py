@@ -1,6 +1,7 @@
 """The committed figures, drawn again from committed tables.
 
-python tools/figures.py redraw                  writes the galleries, and all figures whose tables are committed
+python tools/figures.py redraw                  writes the galleries, the list of experiments/README.md, and all figures
+                                                whose tables are committed
 python tools/figures.py redraw --check          writes nothing; ends with status 1 where code and figure differ
 python tools/figures.py redraw masks --check    the same for the figures of some experiments and studies
 python tools/figures.py keep outputs            keeps the tables of all runs in an outputs folder, to redraw from
@@ -58,6 +59,7 @@ from posbench.studies.remedies import Remedies
 from tools.pages import (
     RECORDS,
     between_marks,
+    experiments_page,
     further_sections,
     gallery_page,
     read_entries,
@@ -89,6 +91,8 @@ GALLERY = Gallery(
     "experiments/results/runs",
     further=("experiments/results/smollm2.md", QWEN),
 )
+EXPERIMENTS_PAGE = "experiments/README.md"
+"""The list of all tables and figures, with the status of the kept runs of :data:`GALLERY`."""
 GALLERIES = (Gallery(QWEN, QWEN.replace(".md", "/runs")), GALLERY)
 """All galleries of kept runs, each after those that stand in it."""
 PLACED = {
@@ -472,11 +476,11 @@ def placed_figures(entries: Sequence[Entry], names: Sequence[str]) -> dict[str, 
 
 
 def draw_all(root: Path, names: Sequence[str] = ()) -> dict[str, str]:
-    """Draw all committed figures that have their tables, and the gallery's page.
+    """Draw all committed figures that have their tables, the galleries' pages, and the list of experiments.
 
     Args:
         root: The repository.
-        names: Of which experiments and studies; empty: all.
+        names: Of which experiments and studies, without the list; empty: all.
 
     Returns:
         The text of each file by its path in the repository.
@@ -517,6 +521,11 @@ def draw_all(root: Path, names: Sequence[str] = ()) -> dict[str, str]:
             of_experiments = [entry for entry in found if entry.experiment]
             text, images = gallery_page(of_experiments, page.stem, further, kept)
             texts[gallery.page] = between_marks(page, "gallery", text)
+            if gallery == GALLERY and not names:
+                listed = experiments_page(out)
+                texts[EXPERIMENTS_PAGE] = between_marks(
+                    root / EXPERIMENTS_PAGE, "experiments", listed
+                )
             for name, file in images.items():
                 drawings[gallery.page.replace(".md", f"/{name}")] = file
         drawings |= placed_figures(entries, names)
@@ -529,7 +538,7 @@ def draw_all(root: Path, names: Sequence[str] = ()) -> dict[str, str]:
 
 
 def redraw(root: Path, names: Sequence[str] = (), *, check: bool = False) -> int:
-    """Write the committed figures and the gallery, or compare them with what today's code draws.
+    """Write the committed figures and their pages, or compare them with what today's code draws.
 
     Args:
         root: The repository.

@@ -52,7 +52,7 @@ VERDICTS = ("holds", "contradicted", "inconclusive", "not testable")
 CLAIMS = {
     "crop_level": "the crop mask brings attention to the gold item near its level at the beginning (Section 2.2)",
     "crop_score": "the crop mask raises accuracy",
-    "crop_over_moves": "moved position ids raise attention less than the crop mask",
+    "crop_over_moves": "as we read Figure 3, moved position ids raise attention less than the crop mask",
     "gold_rise": "one channel of one item, moved towards the beginning, raises attention to it (Appendix D.5)",
 }
 LEVELS = {
@@ -238,10 +238,15 @@ def _level_table(numbers: pd.DataFrame) -> str:
 def _deep_crop(numbers: pd.DataFrame) -> str:
     """What `tiny_nope` does with layers 0 to 2 cropped."""
     run = _rows(numbers, DEEP_CROP, "tiny_nope")
+    unmodified = 100 * run.loc["unmodified_inner", "value"]
+    unmodified /= run.loc["unmodified_first", "value"]
+    rise = run.loc["crop_attention"]
+    verdict = f"that the crop raises it is {rise['verdict']}"
     return (
         "Cropped in layers 0 to 2, `tiny_nope` gives the gold item "
-        f"{number('crop_level', run.loc['crop_level'])} of the first position's attention; its accuracy changes by "
-        f"{number('crop_score', run.loc['crop_score'])} points:"
+        f"{number('crop_level', run.loc['crop_level'])} of the first position's attention, "
+        f"unmodified {unmodified:.0f} %: attention changes by {number('crop_attention', rise)} ({verdict}), and "
+        f"accuracy by {number('crop_score', run.loc['crop_score'])} points:"
     )
 
 

@@ -24,7 +24,7 @@ python tools/pages.py claims outputs --beside experiments/results/smollm2.csv \\
 python tools/pages.py claims experiments/results/runs --paper lpes --beside experiments/results/smollm2.csv \\
   --beside experiments/results/qwen2_5_coder_0_5b.csv --out experiments/lpes/results/lpes_claims.md
 
-docs/gallery.md is the gallery of the runs that are kept in the repository: python tools/figures.py redraw.
+docs/gallery.md and experiments/README.md show the runs that are kept in the repository: python tools/figures.py redraw.
 
 --keep leaves what a gallery or a page of claims shows of experiments that DIR has no runs of: those of a large model
 take hours, and need not all be made again, nor on one machine. Each says what it was made with.
@@ -75,7 +75,7 @@ RECORDS = "runs.json"
 """What is kept of each run beside its tables, by version and name of the run; see tools/figures.py."""
 MAX_PANELS = 3
 EXPERIMENTS_HEADER = ("item", "what it shows", "command", "minutes", "status")
-TRAINING_STATUS = "training: hours ([results](results/wu2025/README.md))"
+TRAINING_STATUS = "training: hours ([results](wu2025/results/README.md))"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -95,9 +95,9 @@ class CausalMask(Study):
         tokens: Tokens of an input.
         dim: Dimensions of an input.
         seed: Seed of the draws.
-        input_norm: Length of the inputs of the LayerNorm runs. ``unit``: 1, as the text says of all inputs; the
-            first update then weighs sqrt(d) times the stream. ``sqrt_dim``: sqrt(d), with which LayerNorm and
-            scores over d are the model of the L2 norm again.
+        input_norm: Length of the inputs of the LayerNorm runs, for which the text gives none. ``unit``: 1, as
+            elsewhere in the paper; the first update then weighs sqrt(d) times the stream. ``sqrt_dim``:
+            sqrt(d), with which LayerNorm and scores over d are the model of the L2 norm again.
     """
 
     needs_model: ClassVar[bool] = False

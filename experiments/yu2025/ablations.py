@@ -23,6 +23,7 @@ from posbench.schema import Seed
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
+from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import (
     SMALLEST_POINTS,
     Finding,
@@ -46,14 +47,16 @@ CONTROL = "control: random channel"
 TWO = "top-2 channels"
 NO_MONOTONICITY = "without monotonicity"
 NO_SMOOTHNESS = "without smoothness"
+NO_VALIDATION = "without validation"
 CLAIMS = {
-    NO_MONOTONICITY: "without the filter by monotonicity the average falls",
-    NO_SMOOTHNESS: "without the filter by smoothness the average falls",
-    "without validation": "without the validation set the average falls",
-    TWO: "with two channels the average falls",
-    "last 16 tokens": "with the last 16 tokens the average falls",
-    "all tokens": "with all tokens the average falls",
+    NO_MONOTONICITY: "without the filter by monotonicity the average may fall",
+    NO_SMOOTHNESS: "without the filter by smoothness the average may fall",
+    NO_VALIDATION: "without the validation set the average falls",
+    TWO: "with two channels the average of most models falls",
+    "last 16 tokens": "with the last 16 tokens the average of most models falls",
+    "all tokens": "with all tokens the average of most models falls",
 }
+SAME_CHOICE = "it chooses what the full method chooses"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,7 @@ class Ablations(Study):
             settings[name] = min(candidates, key=losses.__getitem__)
         full = settings[FULL]
         smoothest = pools[FULL][0]
-        settings["without validation"] = replace(full, channel=smoothest)
+        settings[NO_VALIDATION] = replace(full, channel=smoothest)
         runners_up = [
             replace(full, channel=c) for c in pools[FULL] if c != full.channel
         ]
@@ -230,18 +233,35 @@ class Ablations(Study):
             row = rows.loc[name]
             statistic = f"{name} minus full method, points"
             change = estimate(row, "difference", 100)
-            note = ""
-            if _setting_text(row) == full_setting:
-                note = "it chooses what the full method chooses"
-            elif change.ci_low > 0:
-                note = "better than the full method"
+            note = "better than the full method" if change.ci_low > 0 else ""
             finding = Finding.below(claim, statistic, change, -SMALLEST_POINTS, note)
-            if inert[FULL] and inert[name]:
+            if name not in (NO_VALIDATION, CONTROL):
+                finding = _may_fall(finding, change)
+            if _setting_text(row) == full_setting:
+                finding = finding.not_testable(SAME_CHOICE)
+            elif inert[FULL] and inert[name]:
                 finding = finding.not_testable(f"{inert[FULL]}; {inert[name]}")
             if name == CONTROL:
                 finding = finding.control()
             findings.append(unless_missing(finding, row))
         return findings
+
+
+def _may_fall(falls: Finding, change: Estimate) -> Finding:
+    """The finding that a part may matter, or does on most models: only a sure gain without it contradicts that.
+
+    Args:
+        falls: The finding that the average falls by a point without it.
+        change: The change of the average in points.
+    """
+    no_gain = Finding.below(falls.claim, falls.statistic, change, 0.0)
+    rule = f"{falls.holds_if} (contradicted above 0)"
+    if falls.verdict == "contradicted" and change.ci_low <= 0:
+        p = max(falls.p, no_gain.p)
+        return replace(falls, verdict="inconclusive", p=p, holds_if=rule)
+    if no_gain.verdict == "contradicted":
+        return replace(falls, verdict="contradicted", p=no_gain.p, holds_if=rule)
+    return replace(falls, holds_if=rule)
 
 
 def _inert_note(name: str, row: pd.Series) -> str:

@@ -60,6 +60,8 @@ CROSSED_CHANGES = {
 CHANGE_LABELS = {UNMODIFIED: "unmodified"}
 CHANGE_LABELS |= {name: change.label for name, change in CHANGES.items()}
 NO_LATE = "no gold position lies in the last third of the items"
+NEAR_LEVEL = 0.8
+"""Share of a level from which attention is near it: the bound of the claims on levels in ``yu2025_claims.csv``."""
 EMPTY_SPAN = [(0, 0)]
 
 
@@ -230,9 +232,29 @@ class CropMask(shared.GoldStudy):
         findings = []
         for study in studies:
             findings += shared.judge_claims(
-                effects, study, note, missing_note=missing, layers=retrieval
+                effects,
+                study,
+                note,
+                missing_note=missing,
+                untestable=_levels_without_a_fall(effects),
+                layers=retrieval,
             )
         return findings
+
+
+def _levels_without_a_fall(effects: pd.DataFrame) -> dict[str, str]:
+    """Why the level at an end says nothing, by its effect: the unmodified model is near it at the inner positions."""
+    values = effects.set_index("effect")["value"]
+    inner = values["unmodified_inner"]
+    ends = {"crop_level": ("first", values["unmodified_first"])}
+    if "last_over_inner_attention" in values:
+        last = inner + values["last_over_inner_attention"]
+        ends["end_level"] = ("last", last)
+    return {
+        effect: f"the unmodified model has {100 * inner / level:.0f} % of its {end} one there already"
+        for effect, (end, level) in ends.items()
+        if inner > NEAR_LEVEL * level
+    }
 
 
 def _is_crossed(tables: Tables) -> bool:

@@ -234,7 +234,7 @@ class ScaleChannel(Method):
         "factor": SweepClaims(
             attention="A larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)",
             score="A larger factor favours the beginning (Yu et al. 2025, Figure 6b)",
-            bias="Over 1 a factor amplifies the bias, below 1 shrinks it (Yu et al. 2025, Section 4.3)",
+            bias="As we read Section 4.3, a factor over 1 amplifies the bias, below 1 shrinks it (Yu et al. 2025)",
             peak="The average accuracy peaks for a factor from 0.5 to -1 (Yu et al. 2025, Section 4.3)",
             best=(-1.0, 0.5),
         )

@@ -34,7 +34,7 @@ from posbench.search.scales import (
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSearch(ScaleSearch):
-    """Adam on the scales alone; the defaults are Appendix C's.
+    """Gradient descent on the scales alone; the defaults of its settings are Appendix C's, Adam is our choice.
 
     Args:
         start: Scale of every layer at the start; the paper does not say (1: the unmodified model).
@@ -43,7 +43,7 @@ class GradientSearch(ScaleSearch):
         samples: Examples drawn per epoch, with replacement (2000).
         weights: Probability of an example with the answer at the beginning, in the middle, at the end.
 
-    Source: LPES, Appendix C. Loss (not given there): cross-entropy of the answer tokens.
+    Source: LPES, Appendix C, which names neither optimiser nor loss; ours is the cross-entropy of the answer tokens.
     """
 
     # Other methods would cut the scales from their gradients.

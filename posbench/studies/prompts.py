@@ -687,6 +687,7 @@ def judge_claims(
     *,
     subject: str = "",
     missing_note: str = NO_ROPE_NOTE,
+    untestable: Mapping[str, str] | None = None,
     **placeholders: str,
 ) -> list[Finding]:
     """Judge a study's claims of ``yu2025_claims.csv`` by a table of effects.
@@ -700,6 +701,7 @@ def judge_claims(
         note: Start of the notes.
         subject: Of which channel the claims are asked: words that their text gets, such as that it is not the paper's.
         missing_note: Why an effect may be missing.
+        untestable: Why a claim cannot be tested here, by the effect that it is judged by.
         **placeholders: Values of the placeholders in the statistics' names.
 
     Returns:
@@ -723,10 +725,13 @@ def judge_claims(
         statistic = claim.statistic.format(**placeholders)
         claim = claim._replace(claim=with_subject(claim.claim, subject))
         # The first of its effects is the one that is judged.
-        if claim.effects.split()[0] in effects:
+        judged, *_ = claim.effects.split()
+        if judged in effects:
             finding = _judged_claim(claim, statistic, effects, note)
         else:
             finding = Finding.untestable(claim.claim, statistic, missing_note)
+        if untestable and judged in untestable:
+            finding = finding.not_testable(untestable[judged])
         findings.append(replace(finding, kind=claim.kind))
     return findings
 

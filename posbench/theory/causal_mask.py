@@ -149,8 +149,9 @@ def simulate(
         mask: Whether attention is causal.
         rope: Rotate queries and keys (not values) with RoPE, halves paired, base 10000.
         norm: ``l2`` (the paper's), or a LayerNorm without parameters, scores divided by d or by sqrt(d).
-        input_norm: Length of the inputs. The paper's LayerNorm runs start from length 1, at which the update
-            weighs sqrt(d) times the stream; with sqrt(d) and ``layernorm`` the limit is that of ``l2``.
+        input_norm: Length of the inputs, which the paper does not give for its LayerNorm runs. With 1, as
+            elsewhere there, the update weighs sqrt(d) times the stream; with sqrt(d) and ``layernorm`` the
+            limit is that of ``l2``.
         seed: Seed of the draws.
 
     Returns:

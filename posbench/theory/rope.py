@@ -96,7 +96,10 @@ def law(layers: int, width: float, distance: ArrayLike) -> Array:
 
 
 def peak(layers: int, width: float) -> int:
-    """Distance of the largest value of :func:`law`, in tokens; it grows as sqrt(t), and with the width."""
+    """Distance of the largest value of :func:`law`, in tokens.
+
+    It grows with the width, and as sqrt(t) width where t is well below width^2; beyond that more slowly.
+    """
     # The slope is below t / x - x / width^2, so the peak lies before sqrt(t) width.
     last = int(np.sqrt(layers) * width) + 1
     return int(law(layers, width, np.arange(last + 1)).argmax())

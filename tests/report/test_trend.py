@@ -258,7 +258,7 @@ def test_the_truly_best_setting_is_among_those_that_may_be_best(gap: float) -> N
 
 
 def test_a_claim_on_both_sides_of_a_number_needs_both(tmp_path: Path) -> None:
-    """'Over 1 a factor amplifies the bias, below 1 shrinks it' says nothing of factors up to 1."""
+    """'a factor over 1 amplifies the bias, below 1 shrinks it' says nothing of factors up to 1."""
     runs = _runs(tmp_path / "up to 1", 1.0)
     renamed = {"-2": "-2", "-1": "-1", "0": "0", "1": "0.5", "2": "1"}
     below = [({"method.factor": renamed[s["method.factor"]]}, p) for s, p in runs]

@@ -39,6 +39,17 @@ def test_the_peak_under_rope_grows_with_depth_and_wavelength() -> None:
     assert mean == pytest.approx(rotation.drift(17, 5.3), rel=0.08)
 
 
+def test_the_slack_of_a_bound_is_the_median_over_all_weights() -> None:
+    rows = study.bounds(n=2, draws=1)
+    for _, of_bound in rows.groupby("bound"):
+        only, middle = of_bound["slack"]
+        smaller = of_bound["tightest"].iloc[1]
+        three_weights = [only, smaller, 2 * middle - smaller]
+        assert of_bound["slack_all"].to_numpy() == pytest.approx(
+            np.median(three_weights)
+        )
+
+
 def test_bounds_that_break_and_bounds_that_hold() -> None:
     rows = study.bounds(n=8, draws=6)
     table = rows.groupby("bound")
@@ -105,6 +116,7 @@ def test_the_studies_of_masks() -> None:
         .all()
     )
     halves = study.half_times().set_index("width")["measured"]
+    assert list(halves.index) == list(range(2, 33))
     # An independent run found these, in products of one attention more than its count.
     assert list(halves.loc[[2, 3, 5, 9, 17, 32]]) == [
         60 + 1,
@@ -116,6 +128,8 @@ def test_the_studies_of_masks() -> None:
     ]
     tops = study.peaks()
     assert (tops["measured"] - tops["predicted"]).abs().max() <= 1 + 1e-9
+    # e^m is 1.25, so x = 4 (t - 1) and x - 1 weigh the same: the nearer one counts.
+    assert list(tops["measured"][:5]) == [3, 11, 19, 35, 59]
     mass = study.item_mass().set_index(["attention", "layers", "item"])["weight"]
     assert [
         mass["no PE, causal", 2, i] for i in ("first", "middle", "last")

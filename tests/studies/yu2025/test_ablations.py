@@ -26,7 +26,7 @@ from posbench.tasks import KVRetrieval
 from tests.conftest import Result, config_of, run_folders
 from tests.rounding import assert_same, embedded_noise, log_probabilities
 from yu2025 import layer_selection
-from yu2025.ablations import CLAIMS, CONTROL, FULL, Ablations
+from yu2025.ablations import CLAIMS, CONTROL, FULL, SAME_CHOICE, Ablations
 from yu2025.layer_selection import edges
 
 TASK = {"limit": 5, "calibration_examples": 16, "positions": "[0,8,16,24,31]"}
@@ -265,10 +265,12 @@ def test_on_a_random_model_the_method_gains_nothing(
         ((-0.01, -0.026, 0.006), 0.02, (-0.01, 0.02), "not testable"),
         # The same method, but the ablation chooses something that moves answers.
         ((-0.01, -0.026, 0.006), 0.02, (0.063, 0.15), "contradicted"),
-        # A method that gains, and an ablation that does exactly the same.
-        ((0.2, 0.15, 0.25), 0.3, (0.2, 0.3), "contradicted"),
+        # A method that gains, and an ablation that gains as much: the average of most models may fall all the same.
+        ((0.2, 0.15, 0.25), 0.3, (0.2, 0.3), "inconclusive"),
+        # One that is surely better without the part.
+        ((0.2, 0.15, 0.25), 0.3, (0.3, 0.4), "contradicted"),
         # A method that changes few scores, all for the better, is not inert.
-        ((0.04, 0.02, 0.06), 0.04, (0.04, 0.04), "contradicted"),
+        ((0.04, 0.02, 0.06), 0.04, (0.04, 0.04), "inconclusive"),
     ],
 )
 def test_ablations_of_what_moves_no_answers_are_not_testable(
@@ -305,6 +307,34 @@ def test_ablations_of_what_moves_no_answers_are_not_testable(
     findings = Ablations(search=ChannelSearch()).findings({"ablations": table})
     assert findings[1].verdict == verdict
     assert ("inert" in findings[1].note) == (verdict == "not testable")
+
+
+@pytest.mark.parametrize("name", ["without monotonicity", "without validation"])
+@pytest.mark.parametrize(
+    ("setting", "interval", "verdict"),
+    [
+        ("ch 1", (-0.002, 0.002), "not testable"),
+        ("ch 2", (-0.05, -0.02), "holds"),
+        ("ch 2", (-0.03, 0.005), "inconclusive"),
+        ("ch 2", (0.01, 0.05), "contradicted"),
+    ],
+)
+def test_the_choice_of_the_full_method_says_nothing_of_a_part(
+    name: str, setting: str, interval: tuple[float, float], verdict: str
+) -> None:
+    def row(name: str, channels: str, low: float, high: float) -> dict[str, object]:
+        return {
+            "ablation": name,
+            **{"channels": channels, "factor": 0.0, "layers": "1-2", "last": "1"},
+            **{"gain": 0.2, "gain_ci_low": 0.15, "gain_ci_high": 0.25, "n": 300},
+            **{"difference": (low + high) / 2, "changed": 0.3},
+            **{"difference_ci_low": low, "difference_ci_high": high},
+        }
+
+    table = pd.DataFrame([row(FULL, "ch 1", 0, 0), row(name, setting, *interval)])
+    finding = Ablations(search=ChannelSearch()).findings({"ablations": table})[1]
+    assert finding.verdict == verdict
+    assert (finding.note == SAME_CHOICE) == (verdict == "not testable")
 
 
 def test_random_channels_take_the_place_of_smooth_ones() -> None:

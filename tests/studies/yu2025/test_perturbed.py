@@ -14,7 +14,7 @@ import torch
 from posbench.measure.states import Strings
 from posbench.methods.scale_channel import ScaleChannel, scale_layer_range
 from posbench.model.load import ModelConfig, load, model_config
-from posbench.stats import bootstrap
+from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.correlation import permutation_p
 from posbench.studies import prompts as shared
@@ -23,7 +23,7 @@ from tests.conftest import Result, run_folders
 from tests.messages import assert_refused, refused
 from tests.parity import plain
 from tests.rounding import assert_same, hidden_states, noise_floor, weights_noise
-from yu2025.crop_mask import crossed_figure
+from yu2025.crop_mask import NEAR_LEVEL, CropMask, crossed_figure
 
 PAIRS = 8
 POSITIONS = (0, 3, 7)
@@ -592,6 +592,42 @@ def test_model_without_rope_says_what_cannot_be_tested(
     moved = found.index.str.contains("PE to|oved position|hifted position")
     assert set(found["verdict"][moved]) == {"not testable"}
     assert list(found["note"].str.contains("no rotary embedding")) == list(moved)
+
+
+@pytest.mark.parametrize(
+    ("inner", "verdict", "word"),
+    [(0.07, "holds", ""), (0.079, "holds", ""), (0.081, "not testable", "81 %")],
+)
+def test_a_level_that_the_unmodified_model_is_near_cannot_be_reached(
+    inner: float, verdict: str, word: str
+) -> None:
+    claims = reference.read_table("yu2025_claims.csv")
+    claims = claims[claims["study"].isin(["crop_mask", "crop_mask_crossed"])]
+    of_levels = claims[claims["effects"].str.contains("_level")]
+    assert list(of_levels["bound"].astype(float)) == [NEAR_LEVEL, NEAR_LEVEL]
+    values = {
+        "unmodified_inner": inner,
+        "unmodified_first": 0.1,
+        "last_over_inner_attention": 0.1 - inner,
+        "crop_pe_to_end_attention": 0.01,
+        "crop_level": 0.95,
+        "end_level": 0.95,
+    }
+    others = " ".join(claims["effects"]).split()
+    values = dict.fromkeys(others, 0.01) | values
+    effects = pd.DataFrame(
+        [
+            {"effect": e, "value": v, "ci_low": 0.99 * v, "ci_high": 1.01 * v, "n": 100}
+            for e, v in values.items()
+        ]
+    )
+    layers = dict.fromkeys(("retrieval_first", "retrieval_last"), 1)
+    layers |= dict.fromkeys(("crop_first", "crop_last"), 0)
+    tables = {"crop_mask": pd.DataFrame([layers]), "crop_mask_effects": effects}
+    found = CropMask().findings(tables)
+    judged = [f for f in found if "nearly to its level" in f.claim]
+    assert [f.verdict for f in judged] == [verdict, verdict]
+    assert all(word in f.note for f in judged)
 
 
 def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> None:
