@@ -386,19 +386,38 @@ def draw_question_first(root: Path, scratch: Path) -> dict[str, Path]:
     table = pd.read_csv(root / file)
     draws = {("qwen2_5_coder_0_5b", 40, 6), ("smollm2", 20, 9)}
     keys = pd.MultiIndex.from_frame(table[["model", "pairs", "seed"]])
-    columns = ("accuracy", "accuracy_low", "accuracy_high")
-    rows = table[keys.isin(draws)].rename(
-        columns=dict(zip(columns, estimate_columns(), strict=True))
-    )
-    rows[estimate_columns()] /= 100
+    rows = _as_metrics(table[keys.isin(draws)])
     changed = rows["method"] != frames.UNMODIFIED
     rows.loc[changed, "method"] = "the question first as well, and a smaller RoPE base"
-    rows = rows.assign(task="kv_retrieval", metric="accuracy", depth=np.nan)
-    rows["depth"] = pd.to_numeric(rows["gold_position"], "coerce") / (rows["pairs"] - 1)
     figure = accuracy_by_model(rows)
     models = list(rows["model"].unique())
     sign(figure, models)
     return {"docs/figures/question_first.svg": save(figure, scratch / "first")}
+
+
+def draw_lengths(root: Path, scratch: Path) -> dict[str, Path]:
+    """Draw the paper's prompt at two lengths on Qwen2.5-Coder from its table; see :data:`FROM_TABLES`."""
+    table = pd.read_csv(root / "experiments/results/qwen2_5_coder_0_5b_uuid.csv")
+    rows = _as_metrics(table).assign(method=frames.UNMODIFIED)
+    models = list(rows["model"].unique())
+    rows["model"] = [
+        f"{pairs} pairs, {share:.0f} % of the window"
+        for pairs, share in zip(rows["pairs"], rows["share_of_window"], strict=True)
+    ]
+    figure = accuracy_by_model(rows)
+    sign(figure, models)
+    return {"docs/figures/qwen_uuid.svg": save(figure, scratch / "uuid")}
+
+
+def _as_metrics(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of metrics.csv from a table of accuracies in percent over the gold position among key-value pairs."""
+    columns = ("accuracy", "accuracy_low", "accuracy_high")
+    named = dict(zip(columns, estimate_columns(), strict=True))
+    rows = table.rename(columns=named)
+    rows[estimate_columns()] /= 100
+    positions = pd.to_numeric(rows["gold_position"], errors="coerce")
+    depth = positions / (rows["pairs"] - 1)
+    return rows.assign(task="kv_retrieval", metric="accuracy", depth=depth)
 
 
 def draw_trainings(root: Path, scratch: Path) -> dict[str, Path]:
@@ -441,6 +460,7 @@ FROM_TABLES: dict[str, Callable[[Path, Path], dict[str, Path]]] = {
     "remedies": draw_remedies,
     "bases": draw_bases,
     "question_first": draw_question_first,
+    "lengths": draw_lengths,
     "synthetic_results": draw_trainings,
 }
 """By study, what draws its figures from tables that are committed as results of their own.
