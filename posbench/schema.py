@@ -269,13 +269,14 @@ def resolve_target(
             reason += f"; {module} is {loaded}"
         hint = f"check {file} ({reason})"
         own = module.partition(".")[0] != "posbench"
+        file_name = f"{module.replace('.', '/')}.py"
         if isinstance(error, ModuleNotFoundError) and own:
-            hint = f"install what {module} imports ({error})"
+            hint = f"install what {file_name} imports ({error})"
         is_lost = isinstance(error, ModuleNotFoundError) and module.startswith(
             str(error.name)
         )
         if is_lost and own:
-            hint = f"your own {module} is not found: install its plug-in, or add --config-dir DIR, which holds it"
+            hint = f"your own {file_name} is not found: install its plug-in, or add --config-dir DIR, which holds it"
         raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
