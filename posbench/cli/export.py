@@ -28,7 +28,13 @@ from posbench.late import torch
 from posbench.methods.base import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.prompt_change import PromptChange
-from posbench.model.load import default_dtype, load, read_checkpoint, torch_device
+from posbench.model.load import (
+    load,
+    loaded_dtype,
+    published_dtype,
+    read_checkpoint,
+    torch_device,
+)
 from posbench.pipeline.compose import compose_one, compose_record
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.constants import with_constants
@@ -412,11 +418,9 @@ def _with_published_weights(config: Config, console: Console) -> Config:
     facts = read_checkpoint(config.model).facts
     if getattr(facts, "quantization_config", None) is not None:
         return config
-    published = str(facts.get_text_config().dtype or "float32").removeprefix("torch.")
-    chosen = config.model.dtype
-    if chosen == "auto":
-        device = torch_device(config.runtime.device)
-        chosen = default_dtype(config.model, facts, device)
+    published = published_dtype(facts)
+    device = torch_device(config.runtime.device)
+    chosen = loaded_dtype(config.model, facts, device)
     both = torch.promote_types(getattr(torch, chosen), getattr(torch, published))
     dtype = str(both).removeprefix("torch.")
     if dtype == chosen:
@@ -553,7 +557,6 @@ def _fix(run: Run, method: Method) -> base.Fix:
             "export a model whose own config has no rotary embedding",
         )
     files = str(Path(sources.local(config.checkpoint)).resolve())
-    dtype = read_checkpoint(config).facts.get_text_config().dtype or "float32"
     load_again = partial(
         load,
         config,
@@ -567,7 +570,7 @@ def _fix(run: Run, method: Method) -> base.Fix:
         method=method,
         base=config.path if is_on_hub else files,
         load=load_again,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=published_dtype(read_checkpoint(config).facts),
         files=files,
         revision=config.revision if is_on_hub else None,
     )

@@ -100,11 +100,10 @@ class Fix:
 
     def with_base(self, usage: str) -> str:
         """A text on how to load the files, with the model in place of ``BASE``, in its revision."""
+        served = f"vllm serve {shlex.quote(self.base)}"
         if self.revision:
             usage = usage.replace('"BASE"', f'"BASE", revision="{self.revision}"')
-            served = f"vllm serve BASE --revision {self.revision}"
-            usage = usage.replace("vllm serve BASE", served)
-        served = f"vllm serve {shlex.quote(self.base)}"
+            served += f" --revision {self.revision}"
         # In one pass: the model's name may hold these words.
         return re.sub(
             "(vllm serve )?BASE", lambda m: served if m[1] else self.base, usage
@@ -238,8 +237,7 @@ def checkpoint_change(fix: Fix, to: str) -> CheckpointChange:
 
 def other_format(fix: Fix) -> str:
     """The format that holds a method which this one does not, as the next step of a message."""
-    change = fix.method.folded(fix.lm)
-    if change is not None:
+    if fix.method.folded(fix.lm) is not None:
         return "--to checkpoint"
     if find_format("transformers").has_code(fix.method):
         return "--to transformers"

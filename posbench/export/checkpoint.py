@@ -104,8 +104,10 @@ def _set_rope(
         base = "rotary_emb_base" if "rotary_emb_base" in node else "rope_theta"
         node[base] = change.rope["rope_theta"]
     if change.rope.keys() - {"rope_theta"}:
-        kept = ("rope_theta", "partial_rotary_factor")
-        node["rope_scaling"] = {k: v for k, v in parameters.items() if k not in kept}
+        # These two have a key of their own beside it.
+        beside = ("rope_theta", "partial_rotary_factor")
+        scaling = {k: v for k, v in parameters.items() if k not in beside}
+        node["rope_scaling"] = scaling
 
 
 WEIGHTS_USAGE = """A checkpoint like any other; nothing of posbench is needed.

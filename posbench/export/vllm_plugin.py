@@ -56,11 +56,9 @@ class Export(Format):
             # vLLM loads an adapter as well, of what an adapter holds.
             twin = fix.method.twin().folded(fix.lm)
             is_adapter = twin is not None and twin.columns and not twin.rope
-            hint = (
-                f"--to lora, or {other_format(fix)}"
-                if is_adapter
-                else other_format(fix)
-            )
+            hint = other_format(fix)
+            if is_adapter:
+                hint = f"--to lora, or {hint}"
             raise UserError("--to", self.name, allowed, hint)
         model_type = fix.lm.model.config.model_type
         rotary = rope.rotary_module(fix.lm.model)

@@ -350,8 +350,8 @@ class ScaleChannel(Method):
         """
         model = lm.model
         forward = model.forward
-        outer = getattr(forward, _SCALES, None)
-        if outer or (outer is not None and self.needs_prompt):
+        is_nested = hasattr(forward, _SCALES)
+        if is_nested and (self.needs_prompt or getattr(forward, _SCALES)):
             value = "scale_channel in scale_channel"
             allowed = "one at a time, unless both have last=all"
             hint = "name all channels in one: channel=(3, 15)"

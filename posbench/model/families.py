@@ -301,7 +301,7 @@ def on_query_key_input(
     # The changed input of the query projection, until the key projection reads the same input.
     changed_inputs: list[tuple[Tensor, Tensor]] = []
 
-    def change_query_input(module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def change_query_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         changed = change(args[0])
         changed_inputs[:] = [(args[0], changed)]
         return (changed, *args[1:])

@@ -471,7 +471,7 @@ def _load_checkpoint(
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
-            dtype = _dtype(config, checkpoint.facts, target)
+            dtype = loaded_dtype(config, checkpoint.facts, target)
             model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
@@ -505,12 +505,18 @@ def default_dtype(
     """
     if device.type == "cpu" or config.path.startswith(paths.EMBEDDED):
         return "float32"
-    published = str(facts.get_text_config().dtype).removeprefix("torch.")
-    return "float16" if published == "float16" else "bfloat16"
+    return "float16" if published_dtype(facts) == "float16" else "bfloat16"
 
 
-def _dtype(config: ModelConfig, facts: PreTrainedConfig, device: torch.device) -> Dtype:
-    """The weight type to load with."""
+def published_dtype(facts: PreTrainedConfig) -> str:
+    """The type of a checkpoint's weights; float32 where its config states none."""
+    return str(facts.get_text_config().dtype or "float32").removeprefix("torch.")
+
+
+def loaded_dtype(
+    config: ModelConfig, facts: PreTrainedConfig, device: torch.device
+) -> Dtype:
+    """The weight type to load with: the typed one, else :func:`default_dtype`."""
     if config.dtype == "auto":
         return default_dtype(config, facts, device)
     return config.dtype
@@ -547,7 +553,7 @@ def load_without_weights(
             attn_implementation=kernel,
             # The other kernels of experts know one dtype on the meta device, or none.
             experts_implementation="batched_mm",
-            dtype=_dtype(config, checkpoint.facts, target),
+            dtype=loaded_dtype(config, checkpoint.facts, target),
         )
     return _with_reader(config, checkpoint, model)
 

@@ -1005,10 +1005,12 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     )
     if counts:
         directions = ("raise it", "lower it", "cannot be told apart")
-        verbs = {
-            d: d.replace(" it", "s it") if counts[d] == 1 else d for d in directions
-        }
-        changes = ", ".join(f"{counts[d]} {verbs[d]}" for d in directions if counts[d])
+        singular = {"raise it": "raises it", "lower it": "lowers it"}
+        changes = ", ".join(
+            f"{counts[d]} {singular.get(d, d) if counts[d] == 1 else d}"
+            for d in directions
+            if counts[d]
+        )
         total = counts.total()
         text = f"of {total} compared with the unmodified model, {changes}"
         # Some differ by chance alone.
