@@ -154,6 +154,18 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     return facts | model_identity(config, read)
 
 
+def unmodified_identity(
+    config: Config, run_identity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the identity of the unmodified model's rows, which the code of methods, search and study cannot move.
+
+    Args:
+        config: The run.
+        run_identity: Its identity, by :func:`identity`.
+    """
+    return {**run_identity, "code": source_digest(_classes_that_ask(config))}
+
+
 def need_constants_of_weights(config: Config, read: Sequence[Content]) -> None:
     """Refuse constants that a run found for other weights; typed ones are taken as they are.
 
@@ -252,16 +264,23 @@ def _classes(config: Config) -> list[type]:
     """Return the classes of methods, backend, task, search and study of a run, also the user's own."""
     classes: list[type] = [*config.choice.classes]
     classes += [choice.cls for choice in config.all_methods.values()]
+    classes += _classes_that_ask(config)
+    if "search" in config.stages:
+        classes += _classes_inside(config.search)
+    if config.study:
+        classes += _classes_inside(config.study)
+    return classes
+
+
+def _classes_that_ask(config: Config) -> list[type]:
+    """Return the classes of backend and task of a run, on which replies depend whatever the method."""
+    classes: list[type] = []
     if config.uses_model and not config.model.in_process:
         from posbench.backends.choice import backend_class
 
         classes.append(backend_class(config.model))
     if config.uses_task:
         classes += _classes_inside(config.task)
-    if "search" in config.stages:
-        classes += _classes_inside(config.search)
-    if config.study:
-        classes += _classes_inside(config.study)
     return classes
 
 

@@ -33,6 +33,7 @@ from posbench.pipeline.identity import (
     input_sources,
     model_identity,
     need_constants_of_weights,
+    unmodified_identity,
 )
 from posbench.report.text import template_sentence
 from posbench.run.base import Run
@@ -308,6 +309,7 @@ def build_run(
         reference=config.reference()[0],
         console=console,
         identity=identity or {},
+        unmodified_identity=unmodified_identity(config, identity) if identity else {},
         all_methods=config.all_methods,
         model_identity=model_identity(config, contents),
         server=config.server,

@@ -52,6 +52,7 @@ class Run:
         reference: The paper's rows that apply, see :class:`posbench.stats.reference.Reference`.
         console: Where progress and tables go.
         identity: Model, weights, code and kernel: part of every stage key.
+        unmodified_identity: The same without the code of methods, search and study.
         all_methods: The methods that change the model, by name; empty unless the study measures them all.
         model_identity: The part of ``identity`` that concerns the model: weights, precision, kernel.
         method_files: Content digest of each file that a method's constants name, by path.
@@ -73,6 +74,7 @@ class Run:
     reference: Sequence[Row]
     console: Console
     identity: Mapping[str, Any]
+    unmodified_identity: Mapping[str, Any] = field(default_factory=dict)
     all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
     model_identity: Mapping[str, Any] = field(default_factory=dict)
     method_files: Mapping[str, str] = field(default_factory=dict)
@@ -225,7 +227,7 @@ class Run:
     def share_unmodified(self, file: str, *settings: Any) -> str:
         """Copy the unmodified model's rows of a file from another run of this version, if one has them.
 
-        A sweep thus measures them once.
+        Runs with any methods thus measure them once.
 
         Args:
             file: Name of the JSON-lines file.
@@ -235,7 +237,7 @@ class Run:
             The key of model, task and settings under which the rows may be shared.
         """
         settings_key = {
-            "identity": self.identity,
+            "identity": self.unmodified_identity,
             "task": self.raw["task"],
             "settings": settings,
         }

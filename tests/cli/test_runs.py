@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
+from posbench.model.lm import LM
 from posbench.report.console import make_console
 from posbench.report.sweep import summarise_again as again_of
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import PREDICTIONS, open_run_dir
 from tests.conftest import Result, run_folders
 from tests.messages import assert_line_names, assert_names, refused
 
@@ -64,3 +66,38 @@ def _another_score(folder: Path) -> None:
     first["scores"] = {"accuracy": 1 - first["scores"]["accuracy"]}
     run.write_rows("predictions.jsonl", [first, *rest])
     run.seal("posbench")
+
+
+def test_runs_with_any_methods_ask_the_unmodified_model_once(
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the method's code is no part of every run, as that of composed methods is not."""
+    num_asked = [0]
+    generate = LM._generate_batch
+
+    def counted(lm: LM, rows: list[list[int]], *args: int) -> list[str]:
+        num_asked[0] += len(rows)
+        return generate(lm, rows, *args)
+
+    monkeypatch.setattr(LM, "_generate_batch", counted)
+    command = [*small, "task.limit=4", "stages=[evaluate]"]
+    smaller_base = ["method=rope_base", "method.base=900"]
+    both = "method=[question_first_and_last,rope_base]"
+    both_smaller = [both, "method.parts.rope_base.base=900"]
+    for method in (["method=none"], smaller_base, both_smaller):
+        num_asked[0] = 0
+        assert posbench(*command, *method).status == 0
+        assert num_asked[0] == 12
+    unmodified = [
+        [
+            row["output"]
+            for row in open_run_dir(run).rows(PREDICTIONS)
+            if row["method"] == "none"
+        ]
+        for run in run_folders(outputs)
+    ]
+    assert len(unmodified) == 3 and all(len(rows) == 12 for rows in unmodified)
+    assert unmodified[0] == unmodified[1] == unmodified[2]
