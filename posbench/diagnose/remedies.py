@@ -340,6 +340,7 @@ class Remedies:
             return {choice.name: choice}, []
         config = self.runs.prepare(part_overrides, in_process=True)
         choices = all_choices(self._folders(), config.model.blocks)
+        choices = {name: _without_training(c) for name, c in choices.items()}
         left_out = []
         for name in SEARCHES:
             choice = choices[name]
@@ -462,6 +463,12 @@ class Remedies:
             if value is not None
         ]
         return [f"method={names}", *constants]
+
+
+def _without_training(choice: MethodChoice) -> MethodChoice:
+    """Return a method with the parameters that need no training, where it has none of its own for the model."""
+    known = {k: v for k, v in choice.values.items() if v is not None}
+    return replace(choice, values=choice.values | choice.cls.untrained | known)
 
 
 def _fits(choice: MethodChoice, lm: LM) -> bool:

@@ -103,12 +103,14 @@ class Method(ABC):
         rows_per_prompt: Whether a prompt may run as several rows of a batch.
         sweep_claims: A paper's claims on sweeps, by field.
         always_folds: Whether :meth:`folded` gives a change on every model.
+        untrained: Parameters with which a method that wants training runs without it; a diagnosis tries them.
     """
 
     needs: ClassVar[Needs] = Needs()
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
     always_folds: ClassVar[bool] = False
+    untrained: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def sweep_subject(

@@ -165,6 +165,7 @@ class MoICE(Method):
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, plain=True, by_hand=True)
+    untrained: ClassVar[Mapping[str, Any]] = {"weights": UNIFORM}
 
     weights: str | None = None
     bases: Bases = BASES

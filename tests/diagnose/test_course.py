@@ -318,6 +318,16 @@ def test_a_base_that_the_search_kept_is_not_raced(
             assert choices["rope_base"].values["base"] == base
 
 
+def test_a_method_without_its_training_is_raced_as_far_as_it_goes() -> None:
+    course = make_course("model=tiny")
+    router = remedies_of(course)._choices(30)[0]["moice"].values
+    assert router["weights"].endswith("moice.safetensors")
+    course = make_course("model=tiny_b")
+    choice = remedies_of(course)._choices(30)[0]["moice"]
+    assert choice.values["weights"] == "uniform"
+    assert "method.weights=uniform" in remedies_of(course)._spell_method(choice)
+
+
 def test_a_channel_that_the_search_kept_is_not_raced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
