@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -385,10 +386,16 @@ def _example(kind: Any) -> str:
 
 
 def override_text(value: Any) -> str:
-    """A value as an override has it: ``null``, ``true``, ``[0%,1]``, ``{a:1}``."""
+    """A value as an override has it: ``null``, ``true``, ``[0%,1]``, ``{a:1}``, ``'a, b.csv'``."""
     if isinstance(value, str):
-        return value
-    return json.dumps(value, separators=(",", ":"), default=str).replace('"', "")
+        is_plain = re.search(r"""[,'"(){}\[\]]""", value) is None
+        return value if is_plain else "'" + value.replace("'", r"\'") + "'"
+    if isinstance(value, Mapping):
+        items = (f"{key}:{override_text(item)}" for key, item in value.items())
+        return f"{{{','.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(override_text, value))}]"
+    return json.dumps(value, default=str).replace('"', "")
 
 
 def describe_type(kind: Any) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 
 from posbench import schema
 from posbench.errors import UserError
@@ -22,6 +24,7 @@ from posbench.schema import (
     build,
     default_values,
     instantiate,
+    override_text,
     required_fields,
     resolve_target,
     verify,
@@ -169,6 +172,34 @@ def test_all_faults_are_told_together_each_in_one_line() -> None:
 def test_a_missing_field_is_named() -> None:
     with refused("method.factor", None, allowed="float32", hint="method.factor=0.5"):
         build(ScaleChannel, {"channel": 1, "layers": [0, 1]}, "method")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a, b (1).csv",
+        "it's here",
+        "[a]",
+        {"a": [1, "b, c"], "d": None},
+        ["0%", 0.5, True, "x{y}"],
+        'say "so"',
+    ],
+)
+def test_hydra_reads_a_spelled_value_as_it_was(value: object) -> None:
+    override = f"key={override_text(value)}"
+    (read,) = OverridesParser.create().parse_overrides([override])
+    assert not read.is_sweep_override() and _plain(read.value()) == value
+
+
+def _plain(value: Any) -> Any:
+    """A parsed value without Hydra's quotes."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value
 
 
 def test_defaults_and_required_fields() -> None:

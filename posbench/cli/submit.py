@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -118,12 +118,21 @@ def submit(args: list[str]) -> int:
     to_submit: list[tuple[Path, Submission]] = []
     rows: list[dict[str, object]] = []
     queue = job_records.queued_jobs()
-    for number, (composed, config) in enumerate(runs):
+    # Settings that change no result share a run, which is sent once.
+    by_folder: dict[Path, tuple[ComposedConfig, Config]] = {}
+    for composed, config in runs:
         folder = make_run_folder(config, command).absolute()
-        state = _submission_state(folder, config, queue)
+        by_folder.setdefault(folder, (composed, config))
+    states = {
+        folder: _submission_state(folder, config, queue)
+        for folder, (_, config) in by_folder.items()
+    }
+    _need_known(states)
+    for number, (folder, (composed, config)) in enumerate(by_folder.items()):
+        state = states[folder]
         entry = _entry(folder, composed, config, state)
         entry = replace(
-            entry, id=submission_id, number=number, runs=len(runs), command=command
+            entry, id=submission_id, number=number, runs=len(states), command=command
         )
         # Other runs are done, running or waiting.
         if state == "submitted":
@@ -141,8 +150,13 @@ def submit(args: list[str]) -> int:
     if to_submit:
         assert runtime.cluster is not None, "the config was checked"
         _submit_jobs(runtime.cluster, submission_id, to_submit)
-    title = f"{len(to_submit)} of {len(runs)} runs submitted as {submission_id}"
+    title = f"{len(to_submit)} of {len(states)} runs submitted as {submission_id}"
     show_lists({title: rows})
+    if len(states) < len(runs):
+        print(
+            f"{len(runs)} settings are {len(states)} runs: what else was swept changes no result",
+            file=sys.stderr,
+        )
     outputs = shlex.quote(runtime.outputs)
     print(
         f"next: posbench jobs {outputs}; then: posbench collect {outputs}",
@@ -153,6 +167,8 @@ def submit(args: list[str]) -> int:
 
 def _submission_state(folder: Path, config: Config, queue: job_records.Queue) -> str:
     """Return ``done``, ``running`` or ``waiting`` for a run that needs no new job, else ``submitted``.
+
+    It is ``unknown`` where an earlier job may still wait, and the queue cannot be read.
 
     Args:
         folder: The run.
@@ -168,7 +184,25 @@ def _submission_state(folder: Path, config: Config, queue: job_records.Queue) ->
     # Last, as the run may have ended since it was looked at.
     if find_finished_run(config):
         return "done"
-    return state if state in ("running", "waiting") else "submitted"
+    # Without squeue no job of an earlier submission waits here.
+    is_unknown = state == "unknown" and shutil.which("squeue")
+    return state if state in ("running", "waiting") or is_unknown else "submitted"
+
+
+def _need_known(states: Mapping[Path, str]) -> None:
+    """Refuse to send runs whose earlier jobs may still wait: they would run twice.
+
+    Args:
+        states: State of each run, from :func:`_submission_state`.
+
+    Raises:
+        UserError: The queue cannot be read.
+    """
+    unknown = [folder for folder, state in states.items() if state == "unknown"]
+    if unknown:
+        runs = "1 run was" if len(unknown) == 1 else f"{len(unknown)} runs were"
+        allowed = f"an answer: {runs} submitted before and may still wait"
+        raise UserError("squeue", "no answer", allowed, "repeat the command")
 
 
 def _entry(
@@ -435,14 +469,7 @@ def _submitted_runs(args: Sequence[str]) -> list[dict[str, object]]:
     Raises:
         UserError: The arguments are wrong, or nothing was submitted.
     """
-    names = [arg for arg in args if arg != "--json"]
-    if len(names) > 1 or any(name.startswith("-") for name in names):
-        raise UserError(
-            "DIR", " ".join(names), "one folder, and --json", "posbench jobs --help"
-        )
-    outputs = Path(Runtime.outputs)
-    folder = find_run(names[0] if names else Runtime.outputs, outputs).absolute()
-    run_folders = job_records.submitted_runs(folder)
+    run_folders = job_records.submitted_runs(_root_of(args))
     queue = job_records.queued_jobs()
     rows: list[dict[str, object]] = []
     for run_folder in run_folders:
@@ -460,6 +487,21 @@ def _submitted_runs(args: Sequence[str]) -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+def _root_of(args: Sequence[str]) -> Path:
+    """The outputs folder, or the run, that arguments of `posbench jobs` name.
+
+    Raises:
+        UserError: They are wrong.
+    """
+    names = [arg for arg in args if arg != "--json"]
+    if len(names) > 1 or any(name.startswith("-") for name in names):
+        raise UserError(
+            "DIR", " ".join(names), "one folder, and --json", "posbench jobs --help"
+        )
+    outputs = Path(Runtime.outputs)
+    return find_run(names[0] if names else Runtime.outputs, outputs).absolute()
 
 
 def collect(args: list[str]) -> int:
@@ -482,11 +524,17 @@ def collect(args: list[str]) -> int:
     # Several commands may have submitted the same runs: one summary covers all.
     summaries: dict[tuple[Path, ...], list[dict[str, Any]]] = {}
     commands: dict[tuple[Path, ...], str] = {}
+    cut_short: dict[str, str] = {}
+    sent_whole = set[str]()
     for submissions in job_records.runs_by_submission(list(rows)).values():
         entry = submissions[0][0]
         folders = tuple(folder for _, folder in submissions)
         all_done = all(rows[folder]["state"] == "done" for folder in folders)
-        if entry.multirun and len(submissions) == entry.runs and all_done:
+        if len(submissions) < entry.runs:
+            cut_short[entry.command] = f"{len(submissions)} of {entry.runs} runs"
+            continue
+        sent_whole.add(entry.command)
+        if entry.multirun and all_done:
             commands[folders] = entry.command or _command(folders[0])
             summaries[folders] = [
                 {
@@ -501,7 +549,13 @@ def collect(args: list[str]) -> int:
         summarise(records, make_console(), command=commands[folders])
     num_done = sum(row["state"] == "done" for row in rows.values())
     print(f"{num_done} of {len(rows)} runs done", file=sys.stderr)
-    return 0 if num_done == len(rows) else 1
+    # Folders were removed, unless one run was asked for, or the same command sent them all again.
+    is_one_run = list(rows) == [_root_of(args)]
+    lacking = set() if is_one_run else cut_short.keys() - sent_whole
+    for command in sorted(lacking):
+        left = f"{cut_short[command]} of a command are left"
+        print(f"posbench: {left}; next: {command}", file=sys.stderr)
+    return 0 if num_done == len(rows) and not lacking else 1
 
 
 def _finish_from_shards(folder: Path) -> bool:

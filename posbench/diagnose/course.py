@@ -686,7 +686,7 @@ class Course:
             fixed = open_run_dir(Path(diagnosis.runs["held-back"]))
             config = fixed.config()
             to = MethodChoice.of(config["method"]).export_format
-            name = name_in_commands(fixed, config)
+            name = name_in_commands(fixed.path)
             return f"posbench export {name} --to {to} --out fix" if to else ""
         if self._lacks_answers():
             step = diagnosis.pilots[-1].step
@@ -700,8 +700,9 @@ class Course:
         has_bias = diagnosis.verdict in (BIAS, NOT_FIXED)
         if has_bias and changes and changes["verdict"] == USE:
             # Whether it removes the bias, too: the race measured the average alone.
-            with_change = self.runs.overrides([], method=changes["policy"])[:-1]
-            return shlex.join(["posbench", *map(without_typed_secrets, with_change)])
+            *with_change, _stages = self.runs.overrides([], method=changes["policy"])
+            # As much as this diagnosis could ask, and not the task's default.
+            return self._spelled([*with_change, f"budget={self.allowance.budget.text}"])
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             # Of a server the changes of the prompt are all that a user can try.
             if self.allowance.budget.prompts and not self.runs.is_method_typed:
@@ -710,9 +711,7 @@ class Course:
                 *overrides, _stages = self.runs.overrides(
                     study, method=None, stages="study"
                 )
-                # Whoever types the command gives the consent to its own price.
-                typed = [o for o in overrides if key_of(o) != "runtime.yes"]
-                return shlex.join(["posbench", *map(without_typed_secrets, typed)])
+                return self._spelled(overrides)
             if changes and changes["verdict"] != CANNOT_TELL:
                 return ""
             return self._command_with_more_questions()
@@ -725,6 +724,11 @@ class Course:
             key = f"task.{self.runs.task.sizes[0]}"
             return f"{self._own_command(but=key)} {key}={max(self.runs.task.items // 4, 3)}"
         return ""
+
+    def _spelled(self, overrides: Sequence[str]) -> str:
+        """A command without the consent to this diagnosis: whoever types it gives the consent to its own price."""
+        typed = [o for o in overrides if key_of(o) != "runtime.yes"]
+        return shlex.join(["posbench", *map(without_typed_secrets, typed)])
 
     def _own_command(self, but: str = "") -> str:
         """The typed command without one of its keys."""

@@ -468,7 +468,7 @@ class Remedies:
 def _without_training(choice: MethodChoice) -> MethodChoice:
     """Return a method with the parameters that need no training, where it has none of its own for the model."""
     known = {k: v for k, v in choice.values.items() if v is not None}
-    return replace(choice, values=choice.values | choice.cls.untrained | known)
+    return replace(choice, values={**choice.values, **choice.cls.untrained, **known})
 
 
 def _fits(choice: MethodChoice, lm: LM) -> bool:

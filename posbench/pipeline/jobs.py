@@ -190,7 +190,9 @@ def run_state(folder: Path, queued: Queue) -> tuple[JobState, str]:
         progress = f"{shards - len(missing)} of {shards} shards are made"
     if in_use(folder) or is_running(folder):
         return "running", progress
-    waits = _has_jobs(submission, queued)
+    # A job of an earlier submission makes the run as well as one of the last.
+    have_jobs = [_has_jobs(earlier, queued) for earlier in submissions(folder)]
+    waits = True if True in have_jobs else None if None in have_jobs else False
     if waits:
         return "waiting", progress
     status = run.status()

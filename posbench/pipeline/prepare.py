@@ -38,6 +38,7 @@ from posbench.pipeline.identity import (
 from posbench.report.text import template_sentence
 from posbench.run.base import Run
 from posbench.run.budget import Budget
+from posbench.run.heartbeat import doing
 from posbench.tasks.base import EvaluationOnly
 from posbench.tasks.items import ranks_items
 
@@ -356,7 +357,7 @@ def _check_parts(
             config.search.check(run)
             config.search.held_back_examples(run, config.search.held_back)
     if "task" not in faulty_groups:
-        with faults.collecting():
+        with faults.collecting(), doing("writing all prompts, to check the longest"):
             lengths = [len(ids) for ids in longest_prompts(run, config.stages)]
             if checkpoint and lengths and not faults.found:
                 notes += _method_without_effect(run, max(lengths))

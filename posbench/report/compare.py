@@ -22,7 +22,7 @@ from posbench.plots.section import Section
 from posbench.report.console import Record
 from posbench.report.curve import curve_of_methods
 from posbench.report.folder import need_destination, read_csv
-from posbench.report.glance import comparison_glance, score_order
+from posbench.report.glance import comparison_glance, name_in_commands, score_order
 from posbench.report.index import cut_text, differing_settings, estimate_cell
 from posbench.report.links import run_links
 from posbench.report.page import write_page
@@ -529,17 +529,19 @@ def _write_page(
     title = f"{runs[0].summary.name('task')}: {' and '.join(labels[:2])}"
     if len(labels) > 2:
         title += f" and {len(labels) - 2} more"
-    hashes = [run.summary.hash for run in runs]
+    folders = [run.run.path for run in runs]
     return write_page(
         folder,
         title,
         replace(
-            comparison_glance(rows, [run.run.path for run in runs]),
+            comparison_glance(rows, folders),
             details=verdict(rows),
         ),
         [section],
-        provenance={"command": f"posbench compare {' '.join(hashes)}"},
-        runs=[run.run.path for run in runs],
+        provenance={
+            "command": f"posbench compare {' '.join(map(name_in_commands, folders))}"
+        },
+        runs=folders,
         place=out,
     )
 

@@ -69,7 +69,7 @@
     const cut = ordered.length > MAX_LISTED ? `, the first ${MAX_LISTED} listed` : "";
     const prompts = passing.filter(number => number in data.prompts).length;
     find("[role=status]").textContent =
-      `${passing.length} of ${data.questions.length} questions, ${prompts} with their prompt${cut}`;
+      `${passing.length} of ${data.questions.length} prompts, ${prompts} with their text${cut}`;
     list.selectedIndex = ordered.length ? 0 : -1;
     show();
   }

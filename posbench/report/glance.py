@@ -155,11 +155,11 @@ def run_glance(folder: Path) -> Glance:
     if "search" in (config.get("stages") or ()) and not facts:
         if _kept_unmodified(folder):
             return found
-        command = f"posbench method=from:{name_in_commands(run, config)}"
+        command = f"posbench method=from:{name_in_commands(run.path)}"
         words = [command, *_subject(run, config)]
         return _with_step(found, " ".join(words), "evaluates what the search found")
     if has_figures:
-        command = f"posbench report {name_in_commands(run, config)} --format pdf"
+        command = f"posbench report {name_in_commands(run.path)} --format pdf"
         return _with_step(found, command, "draws the figures as PDF, too")
     return found
 
@@ -661,18 +661,19 @@ def comparison_glance(
         folders: The runs in the same order; of two the better one's fix is then the next step.
     """
     first, others = rows[0], rows[1:]
+    names = list(map(name_in_commands, folders)) or [row["run"] for row in rows]
     purpose = "shows prompts that were answered wrong"
     if len(others) > 1:
         glance = _glance_at_many(first, [score_order(row) for row in others])
-        return _with_step(glance, f"posbench show {rows[-1]['run']} --wrong", purpose)
+        return _with_step(glance, f"posbench show {names[-1]} --wrong", purpose)
     glance = _glance_at_two(first, others[0])
     better = _better_of_two(others[0])
     if folders and better is not None:
         look = run_glance(folders[better])
         if look.purpose == EXPORT_PURPOSE:
             return _with_step(glance, look.next, f"{look.purpose}, of the better run")
-    worse = rows[-1 if better is None else 1 - better]
-    return _with_step(glance, f"posbench show {worse['run']} --wrong", purpose)
+    worse = names[-1 if better is None else 1 - better]
+    return _with_step(glance, f"posbench show {worse} --wrong", purpose)
 
 
 def _better_of_two(second: Mapping[str, Any]) -> int | None:
@@ -826,7 +827,7 @@ def _step_after_scores(
         word: Its verdict on a position bias; empty without one.
         is_method_open: Whether the model has a bias for sure, and what the method does about it cannot be told.
     """
-    name = name_in_commands(run, config)
+    name = name_in_commands(run.path)
     subject = _subject(run, config)
     node = _group(config, "method")
     make_importable(run)
@@ -861,12 +862,13 @@ def _step_after_scores(
     return f"posbench show {name} --wrong", "shows prompts that were answered wrong"
 
 
-def name_in_commands(run: RunDir, config: Mapping[str, Any]) -> str:
-    """What a verb calls a run: its hash, or its folder outside the default outputs."""
+def name_in_commands(run: Path) -> str:
+    """What a verb calls the run in a folder: its hash, or its folder outside the default outputs."""
+    config = open_run_dir(run).config()
     outputs = _group(config, "runtime").get("outputs", Runtime.outputs)
     if outputs == Runtime.outputs:
-        return run.path.name.rpartition("__")[2]
-    return shlex.quote("/".join([str(outputs).rstrip("/"), *run.path.parts[-3:]]))
+        return run.name.rpartition("__")[2]
+    return shlex.quote("/".join([str(outputs).rstrip("/"), *run.parts[-3:]]))
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,13 @@ from posbench.report.folder import (
     read_json,
     sweep_runs,
 )
-from posbench.report.glance import EXPORT_PURPOSE, TONES, findings_glance, run_glance
+from posbench.report.glance import (
+    EXPORT_PURPOSE,
+    TONES,
+    findings_glance,
+    name_in_commands,
+    run_glance,
+)
 from posbench.report.links import link_to_parents, run_links
 from posbench.report.page import VERDICT_RULE, embedded_figure, write_page
 from posbench.report.paper import paper_sections
@@ -115,20 +122,23 @@ def summarise(
     Returns:
         The sweep folder, or None when no job finished.
     """
-    settings, varied = _parse_overrides([job["overrides"] for job in jobs])
-    # Model, method and task are columns of every table already.
-    # Keys that become columns of the sweep's tables.
-    axes = [key for key in varied if key not in METRIC_COLUMNS]
-    runs = []
-    for setting, job in zip(settings, jobs, strict=True):
-        if job["folder"]:
-            runs.append((setting, Path(job["folder"])))
-        else:
-            text = " ".join(f"{key}={value}" for key, value in setting.items())
+    for job in jobs:
+        if not job["folder"]:
+            text = " ".join(job["overrides"])
             console.print(f"failed: {text} (exit status {job['status']})")
-    if not runs:
+    folders = [Path(job["folder"]) if job["folder"] else None for job in jobs]
+    settings, varied = _distinct_settings([job["overrides"] for job in jobs], folders)
+    if not settings:
         return None
-    run_folders = [run_folder for _, run_folder in runs]
+    runs = [(setting, run_folder) for run_folder, setting in settings.items()]
+    num_done = len(list(filter(None, folders)))
+    if len(runs) < num_done:
+        console.print(
+            f"{num_done} settings are {len(runs)} runs: what else was swept changes no result"
+        )
+    # Model, method and task are columns of every table already.
+    axes = [key for key in varied if key not in METRIC_COLUMNS]
+    run_folders = list(settings)
     if folder is None:
         folder = _sweep_folder(varied, run_folders)
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,27 +178,43 @@ def find_finished_sweep(
         overrides: Of each job its ``key=value`` arguments.
         runs: The folder of each job's run.
     """
-    _, varied = _parse_overrides(overrides)
-    folder = _sweep_folder(varied, runs)
+    settings, varied = _distinct_settings(overrides, runs)
+    folder = _sweep_folder(varied, list(settings))
     sweep = RunDir(folder)
     return folder if sweep.done and not sweep.damaged() else None
 
 
-def _parse_overrides(
-    overrides: Sequence[Sequence[str]],
-) -> tuple[list[dict[str, str]], list[str]]:
-    """Split the overrides of each job into keys and values.
+def _distinct_settings(
+    overrides: Sequence[Sequence[str]], runs: Sequence[Path | None]
+) -> tuple[dict[Path, dict[str, str]], list[str]]:
+    """Split the overrides of each run into keys and values.
+
+    Args:
+        overrides: Of each job its ``key=value`` arguments.
+        runs: The folder of its run, None if it failed; of jobs with one folder the first counts.
 
     Returns:
-        Value by key of every job, and the keys whose values differ between jobs.
+        Value by key of every run that has a folder, and the keys whose values differ between runs.
     """
-    settings = [
-        dict(text.split("=", 1) for text in of_job if "=" in text)
-        for of_job in overrides
-    ]
+    of_runs: dict[Path, dict[str, str]] = {}
+    of_failed = []
+    for of_job, run in zip(overrides, runs, strict=True):
+        pairs = (text.split("=", 1) for text in of_job if "=" in text)
+        setting = {key: _unquoted(value) for key, value in pairs}
+        if run:
+            of_runs.setdefault(run, setting)
+        else:
+            of_failed.append(setting)
+    settings = [*of_runs.values(), *of_failed]
     keys = dict.fromkeys(key for setting in settings for key in setting)
     varied = [key for key in keys if len({s.get(key) for s in settings}) > 1]
-    return settings, varied
+    return of_runs, varied
+
+
+def _unquoted(value: str) -> str:
+    """The text of an override's value, which has quotes where it holds a comma."""
+    quoted = re.fullmatch(r"""(['"])(.*)\1""", value)
+    return re.sub(r"""\\(['"])""", r"\1", quoted[2]) if quoted else value
 
 
 def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
@@ -598,12 +624,14 @@ def _step_after_sweep(
     if worst is best:
         return "", ""
     names = [Path(run).name for run in (worst_run, best_run)]
-    tasks = {run.parents[1].name for run in sweep_runs(folder) if run.name in names}
-    if len(tasks) > 1:
+    by_name = {run.name: run for run in sweep_runs(folder) if run.name in names}
+    if by_name.keys() != {*names}:
+        return "", ""  # the summary is of other runs
+    runs = [by_name[name] for name in names]
+    if len({run.parents[1].name for run in runs}) > 1:
         return "", ""  # scores of two tasks are not compared
-    hashes = [name.rpartition("__")[2] for name in names]
     purpose = "compares the lowest and the highest average, prompt by prompt"
-    return f"posbench compare {' '.join(hashes)}", purpose
+    return f"posbench compare {' '.join(map(name_in_commands, runs))}", purpose
 
 
 def _number(name: str, row: Any, unit: str) -> Number:

@@ -362,7 +362,7 @@ def statistic_rows(
     complete.sort(key=lambda method: method != unmodified)
     base: CurveEstimates | None = None
     base_note = ""
-    for index, method in enumerate(complete):
+    for method in complete:
         part = placed[placed["method"] == method]
         groups = {
             position: (group[name].to_numpy(), list(group["cluster"]))
@@ -370,6 +370,8 @@ def statistic_rows(
         }
         questions = min(len(set(clusters)) for _, clusters in groups.values())
         curve, draws = all_curves[method]
+        # Equal answers have equal draws, and get the same noise: a difference of them is none.
+        alike = (np.array_equal(all_curves[other][1], draws) for other in complete)
         positions = [mean(values, clusters) for values, clusters in groups.values()]
         estimates = CurveEstimates(
             curve,
@@ -377,12 +379,14 @@ def statistic_rows(
             sizes=np.array([len(values) for values, _ in groups.values()]),
             questions=questions,
             is_binary=part[name].isin((0, 1)).all(),
-            seed=(seed, index),
+            seed=(seed, list(alike).index(True)),
         )
         average = mean(part[name].to_numpy(), list(part["cluster"]))
         floor = (notes or {}).get(method, "")
         floor = floor or floor_note(positions, average, chance, questions)
         note = floor or ceiling_note(positions, questions)
+        if questions < 2 and not note:
+            note = f"{TOO_FEW}: one at each gold position shows no noise"
         # The gap that chance alone gives, for comparison.
         gaps = shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])

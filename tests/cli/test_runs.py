@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from posbench.model.lm import LM
 from posbench.report.console import make_console
 from posbench.report.sweep import summarise_again as again_of
 from posbench.run.folder import PREDICTIONS, open_run_dir
+from tests.cli.task_files import write_key_values
 from tests.conftest import Result, run_folders
 from tests.messages import assert_line_names, assert_names, refused
 
@@ -66,6 +68,27 @@ def _another_score(folder: Path) -> None:
     first["scores"] = {"accuracy": 1 - first["scores"]["accuracy"]}
     run.write_rows("predictions.jsonl", [first, *rest])
     run.seal("posbench")
+
+
+def test_the_step_after_a_sweep_runs_as_printed(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """Outside the default outputs, with files whose names hold commas: labels are without the quotes."""
+    source = outputs.parent / "data"
+    source.mkdir(parents=True)
+    for name, seed in (("a, b", 1), ("c d", 2)):
+        write_key_values(source / f"{name}.jsonl", seed)
+    files = ",".join(f"'{source / name}.jsonl'" for name in ("a, b", "c d"))
+    asked = ["model=tiny", "method=none", "task.pairs=12", "stages=[evaluate]"]
+    swept = posbench("-m", *asked, f"task.path={files}")
+    assert swept.status == 0, swept
+    (summary,) = outputs.rglob("summary.csv")
+    assert set(pd.read_csv(summary)["task.path"]) == {
+        str(source / "a, b.jsonl"),
+        str(source / "c d.jsonl"),
+    }
+    step = swept.out.partition("next: posbench ")[2].partition("  (")[0]
+    assert posbench(*shlex.split(step), verb=True).status == 0
 
 
 def test_runs_with_any_methods_ask_the_unmodified_model_once(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from posbench.files.digests import Content
@@ -262,6 +264,61 @@ def test_states_are_those_of_the_folders(
     missing = posbench("collect", str(folder), verb=True)
     assert missing.status == 1
     assert_line_names(missing.err, "0 of 1", "runs")
+
+
+def test_a_run_that_may_wait_is_not_sent_twice(
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is it lost while a job of an earlier submission waits."""
+    folder = make_run_folder(
+        config_of(*SMALL, f"runtime.outputs={outputs}"), "posbench"
+    )
+    for name in ("a", "b"):
+        sent = Submission(name, "slurm", (), False, None, jobs=name, first=0)
+        jobs.record_submission(folder, sent)
+    assert jobs.run_state(folder, {("a", 0)})[0] == "waiting"
+    assert jobs.run_state(folder, set())[0] == "lost"
+    (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    told = posbench("submit", *SMALL, "runtime/cluster=slurm")
+    assert told.status == 2
+    assert_refused(told.err, "squeue", "no answer", allowed="1 run", hint="repeat")
+    assert [entry.id for entry in jobs.submissions(folder)] == ["a", "b"]
+
+
+def test_settings_that_are_one_run_are_sent_once_and_collected(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Path] = []
+    monkeypatch.setattr(
+        "posbench.cli.submit._submit_jobs",
+        lambda cluster, name, entries: sent.extend(folder for folder, _ in entries),
+    )
+    sweep = ["-m", *SMALL, "method.factor=0,0.5", "runtime.log_every=10,20"]
+    told = posbench("submit", *sweep, LOCAL)
+    assert told.status == 0 and sorted(sent) == run_folders(outputs)
+    assert_line_names(told.err, "4 settings", "2 runs")
+    ran = posbench(*sweep)
+    assert ran.status == 0
+    assert_line_names(ran.out, "4 settings", "2 runs")
+    (made,) = outputs.rglob("summary.csv")
+    shutil.rmtree(made.parent)
+    collected = posbench("collect", str(outputs), verb=True)
+    assert collected.status == 0
+    assert_line_names(collected.err, "2 of 2", "runs")
+    table = pd.read_csv(made)
+    assert table["run"].nunique() == table["method.factor"].nunique() == 2
+    assert "runtime.log_every" not in table
+    shutil.rmtree(sent[1])
+    lacking = posbench("collect", str(outputs), verb=True)
+    assert lacking.status == 1
+    assert_line_names(lacking.err, "1 of 2", "runs", "posbench submit")
+    one = posbench("collect", str(sent[0]), verb=True)
+    assert one.status == 0 and "1 of 2" not in one.err
 
 
 @pytest.mark.slow

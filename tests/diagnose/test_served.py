@@ -119,7 +119,11 @@ def test_a_change_of_the_prompt_that_helps_is_found_on_held_back_questions(
     assert by_name["documents_twice"]["accuracy"] == 100
     assert changes["held_back"]["n"] > 20
     assert "put what matters first: 100 % right there, 0 % elsewhere" in found["place"]
-    assert "method=documents_twice" in shlex.split(found["next"])
+    step = shlex.split(found["next"])
+    assert "method=documents_twice" in step
+    # The consent was to this diagnosis, and so was its price.
+    assert not any(arg.startswith("runtime.yes") for arg in step)
+    assert any(arg.startswith("budget=") for arg in step)
     assert_line_names(result.out, "prompt: use documents_twice", "held-back")
 
 
@@ -280,6 +284,21 @@ def test_a_server_that_reads_no_prompt_is_no_traceback(
     assert_line_names(result.out, "next", "window")
     (pilot,) = found["pilots"]
     assert pilot["average"]["value"] is None and pilot["missing"] == 18
+
+
+def test_requests_that_fail_for_good_are_one_line(
+    posbench: Callable[..., Result], server: Server
+) -> None:
+    def fault(prompt: str, n: int) -> str:
+        fails = "key" in prompt and sum(map(ord, prompt)) % 3 == 0
+        return "500" if fails else ""
+
+    server.fault = fault
+    args = (*TASK, "budget=100prompts", "model.retries=0")
+    failed = posbench("diagnose", server.url, *args)
+    assert failed.status == 1
+    assert "Traceback" not in failed.err
+    assert_line_names(failed.err, "predictions.jsonl failed", "again")
 
 
 def test_a_url_alone_is_the_address_of_a_server(

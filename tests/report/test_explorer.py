@@ -126,7 +126,7 @@ def test_the_data_fit_and_what_is_left_out_is_counted(
     assert data["total"] == 24 and len(data["prompts"]) < 24
     html = questions.html(max_bytes + 16_000)
     words = " ".join(re.sub("<[^>]*>", "", html).split())
-    assert f"{len(data['prompts'])} with their prompt here" in words
+    assert f"{len(data['prompts'])} with their text here" in words
     if len(data["questions"]) < 24:
         assert f"of which {len(data['questions'])}, spread evenly" in words
 

@@ -19,6 +19,7 @@ from posbench.stats.position_bias import (
     contrast_with_others,
     floor_note,
     position_curves,
+    statistic_rows,
 )
 from posbench.studies.attention_to_gold import LINK, _position_findings
 from posbench.studies.remedies import _biases
@@ -54,6 +55,28 @@ def test_a_position_unlike_the_others_is_not_taken_for_one_of_them() -> None:
         missed += not first.ci_low < -0.1 < first.ci_high
     # With one correlation for each two positions a third of the intervals miss.
     assert missed <= 0.12 * draws
+
+
+def test_equal_answers_have_equal_statistics_and_no_difference() -> None:
+    """A factor of 1 changes nothing: its bias and its shape are those of the unmodified model."""
+    scores = (np.random.default_rng(3).random((6, 5)) < 0.6) * 1.0
+    rows = [rows_of(scores).assign(method=name) for name in (UNMODIFIED, "same")]
+    found = statistic_rows(pd.concat(rows), "score", UNMODIFIED, 200, 0)
+    by_method: dict[str, dict[str, Estimate]] = {UNMODIFIED: {}, "same": {}}
+    for row in found:
+        by_method[row.method][f"{row.statistic} {row.position}"] = row.estimate
+    for name, estimate in by_method[UNMODIFIED].items():
+        assert by_method["same"][name] == pytest.approx(estimate, nan_ok=True), name
+    change = by_method["same"]["position_bias_difference None"]
+    assert change.value == change.ci_low == change.ci_high == 0
+
+
+def test_one_question_tells_no_bias() -> None:
+    """Without a second one nothing can be taken off for noise."""
+    scores = np.array([[1.0, 1, 0, 0, 1]])
+    rows = statistic_rows(rows_of(scores), "score", UNMODIFIED, 100, 0)
+    (bias,) = (row for row in rows if row.statistic == "position_bias")
+    assert np.isnan(bias.estimate.value) and "too few" in bias.note
 
 
 def test_one_correlation_of_all_parts_is_a_matrix_of_it() -> None:
