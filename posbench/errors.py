@@ -51,6 +51,10 @@ class UserError(Exception):
         return (self,)
 
 
+class IncompleteRun(Exception):
+    """Some rows failed; they are recorded and retried by the next run of the same command."""
+
+
 class MachineError(UserError):
     """An error of the machine (disk, permission, memory), not of the input."""
 

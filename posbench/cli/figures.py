@@ -25,7 +25,7 @@ from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.execute import find_finished_run, missing_sources
 from posbench.report import sweep
-from posbench.report.console import make_wide_console
+from posbench.report.console import make_wide_console, show_next
 from posbench.report.experiments import PAPERS, trains_networks
 from posbench.run.lease import owning
 from posbench.run.progress import Progress, duration, progress
@@ -532,5 +532,5 @@ def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> 
             file=sys.stderr,
         )
     if any(e.folder for e in experiments):
-        console.print(f"next: posbench report {logs.parent}")
+        show_next(console, f"posbench report {logs.parent}")
     return max(e.status for e in experiments)

@@ -24,6 +24,7 @@ from posbench import versions
 from posbench.cli.options import URL
 from posbench.errors import (
     TRACEBACK,
+    IncompleteRun,
     UserError,
     complain,
     in_one_line,
@@ -176,6 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
         return 143 if isinstance(stop, _Terminated) else 130
+    except IncompleteRun as error:
+        print(f"posbench: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         fault = in_one_line(error)
         if fault is None:
@@ -486,7 +490,6 @@ def _run_job(
     from posbench.pipeline.multirun import new_record
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
-    from posbench.run.base import IncompleteRun
     from posbench.run.budget import Stopwatch
     from posbench.run.heartbeat import doing, set_interval
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,9 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
 def _as_override(arg: str) -> str:
     """An argument as typed; an address in place of a model's name becomes that of a server."""
     key, _, value = arg.partition("=")
+    if key == "model" and re.fullmatch(r"[\w.-]+:\d+(/\S*)?", value):
+        hint = f"model=http://{value}"
+        raise UserError("model", value, "an address with http:// or https://", hint)
     return f"model.base_url={value}" if key == "model" and URL.fullmatch(value) else arg
 
 

@@ -15,6 +15,7 @@ from posbench.report.console import (
     show_glance,
     show_link,
     show_lists,
+    show_next,
 )
 from posbench.run.folder import find_run
 
@@ -87,7 +88,7 @@ def ls_runs(args: list[str]) -> int:
             if legend:
                 console.print(legend)
             if step:
-                console.print(f"next: {step}")
+                show_next(console, step)
     else:
         show_lists({index.list_title(records): records}, "--json" in remaining)
     return 0

@@ -35,7 +35,7 @@ from posbench.pipeline.served import describe_endpoint, estimate_served, probe_s
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.collect import collect_entries
-from posbench.report.console import make_console, make_wide_console
+from posbench.report.console import make_console, make_wide_console, show_next
 from posbench.report.failures import RunExamples, spread_sample
 from posbench.report.folder import sweep_runs
 from posbench.report.gallery import write_gallery
@@ -94,10 +94,10 @@ def fetch(args: list[str]) -> int:
                 group = source.field.partition(".")[0]
                 console.print(f"{group}: {sources.cached_path(source)}")
             typed = shlex.join(overrides)
-            console.print(f"next: posbench {typed}  (runs it)")
+            show_next(console, f"posbench {typed}  (runs it)")
             if all(re.match("model[=.]", arg) for arg in overrides):
                 purpose = "whether it has a position bias, and what helps"
-                console.print(f"next: posbench diagnose {typed}  ({purpose})")
+                show_next(console, f"posbench diagnose {typed}  ({purpose})")
     return max((record["status"] for record in jobs.refused.values()), default=0)
 
 

@@ -431,6 +431,10 @@ def _with_name(
     else:
         allowed = "a model of the server, which lists none"
         hint = "set model.served=ID"
+        if "Expecting value" in listing_problem:
+            allowed = "the address of an API: this one answers with no JSON"
+            hint = "end the address with /v1 if that is missing"
+            raise UserError("model.base_url", model.base_url, allowed, hint)
         if listing_problem:
             allowed += f" ({listing_problem})"
             hint += ", or repeat the command when the server is ready"

@@ -95,7 +95,12 @@ def show_glance(console: Console, glance: Glance) -> None:
     console.print(glance.sentence, style=style)
     if glance.next:
         purpose = f"  ({glance.purpose})" if glance.purpose else ""
-        console.print(f"next: {glance.next}{purpose}")
+        show_next(console, f"{glance.next}{purpose}")
+
+
+def show_next(console: Console, step: str) -> None:
+    """Print ``next: step`` unbroken: the first line of a broken command is another command."""
+    console.print(f"next: {step}", soft_wrap=True)
 
 
 def show_link(console: Console, label: str, page: Path) -> None:

@@ -46,6 +46,11 @@ def _best_first(policies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     )
 
 
+def _count(tokens: float | None) -> str:
+    """A number of tokens; empty where the server counts none."""
+    return "" if tokens is None else f"{tokens:,.0f}"
+
+
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """A policy as a row of the page's table."""
     note = f"same prompts as {row['same_as']}" if row["same_as"] else ""
@@ -63,7 +68,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             "",
             "",
             flips,
-            f"{row['tokens']:,.0f}",
+            _count(row["tokens"]),
             str(row["n"]),
             note,
         ]
@@ -81,7 +86,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         accuracy,
         difference,
         f"{row['flip_rate']:.0f}",
-        f"{row['tokens']:,.0f}",
+        _count(row["tokens"]),
         questions,
         note,
     ]

@@ -10,7 +10,7 @@ from itertools import groupby
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
-from posbench.errors import UserError
+from posbench.errors import IncompleteRun, UserError
 from posbench.files.atomic import Row
 from posbench.late import has_torch, torch
 from posbench.run.folder import RowKey, RunDir
@@ -34,10 +34,6 @@ ShowProgress = Callable[[str, int, int], AbstractContextManager[Callable[[int], 
 def no_proof(item: Any) -> Mapping[str, Any]:
     """Return nothing: the row of an item is known by its key alone."""
     return {}
-
-
-class IncompleteRun(Exception):
-    """Some rows failed; they are recorded and retried by the next run of the same command."""
 
 
 class _Failures:

@@ -145,13 +145,25 @@ class OrderStudy(Study):
     probes: Annotated[int, Ge(0)] = 100
     seed: Seed = 0
 
-    def check(self, run: Run) -> None:
-        """See :meth:`Study.check`: the policies exist and change the prompt alone, and the prompts have items."""
-        known = [n for n, c in run.all_methods.items() if c.changes_prompts_alone]
+    def _known_policies(self, choices: Mapping[str, MethodChoice]) -> list[str]:
+        """Return the names of the methods that change the prompt alone.
+
+        Raises:
+            UserError: A chosen policy is none of them.
+        """
+        known = [
+            name for name, choice in choices.items() if choice.changes_prompts_alone
+        ]
         for name in self.policies:
             if name not in known:
                 hint = "posbench ls methods describes them"
                 raise UserError("study.policies", name, ", ".join(known), hint)
+        return known
+
+    def check(self, run: Run) -> None:
+        """See :meth:`Study.check`: the policies exist and change the prompt alone, and the prompts have items."""
+        known = self._known_policies(run.all_methods)
+        for name in self.policies:
             if self._is_unranked(
                 run.all_methods[name].build(), run.task, run.evaluation
             ):
@@ -214,7 +226,8 @@ class OrderStudy(Study):
         by_id = {AS_RETRIEVED: {example.id: example for example in examples}}
         same_as = {}
         left_out = {}
-        for name in self.policies or choices:
+        known = self._known_policies(choices)
+        for name in self.policies or known:
             method = choices[name].build()
             if self._is_unranked(method, task, examples):
                 left_out[name] = UNRANKED
@@ -292,7 +305,7 @@ class OrderStudy(Study):
         remaining = race.remaining(scores, list(prepared.methods))
         leader = AS_RETRIEVED
         if scores[AS_RETRIEVED]:
-            tokens = {name: _tokens(policy_rows) for name, policy_rows in rows.items()}
+            tokens = {name: _tokens(asked) or 0.0 for name, asked in rows.items()}
             leader = race.leader(scores, remaining, tokens, missing)
         held_back = None
         if leader != AS_RETRIEVED and kept_back:
@@ -703,14 +716,13 @@ def _in_points(estimate: bootstrap.Estimate) -> dict[str, float]:
     return {"value": value, "ci_low": low, "ci_high": high, "n": estimate.n}
 
 
-def _tokens(rows: Sequence[Row]) -> float:
-    """Tokens of a question, read and written, on average."""
-    totals = [
-        (row.get("prompt_tokens") or row.get("tokens") or 0)
-        + (row.get("reply_tokens") or 0)
-        for row in rows
-    ]
-    return float(np.mean(totals)) if totals else 0.0
+def _tokens(rows: Sequence[Row]) -> float | None:
+    """Tokens of a question, read and written, on average; None where the server counts none."""
+    read = [row.get("prompt_tokens") or row.get("tokens") or 0 for row in rows]
+    written = [row.get("reply_tokens") or 0 for row in rows]
+    if not any(read):
+        return None
+    return round(float(np.mean(np.add(read, written))), 1)
 
 
 def _cost(rows: Sequence[Row]) -> float | None:
@@ -746,7 +758,7 @@ def _policy_table(
             else len(policy_rows),
             "answered": standings[name].accuracy.n if name in standings else 0,
             "changed_replies": changed.get(name),
-            "tokens": round(_tokens(policy_rows), 1),
+            "tokens": _tokens(policy_rows),
             "cost": _cost(policy_rows),
             "missing": round(_missing(policy_rows), 4),
             "in_race": name in set(remaining),
@@ -755,8 +767,9 @@ def _policy_table(
     if VOTE in table:
         voters = [table[name] for name in prepared.voters]
         costs = [row["cost"] for row in voters if row["cost"] is not None]
+        counts = [row["tokens"] for row in voters if row["tokens"] is not None]
         table[VOTE] |= {
-            "tokens": round(sum(row["tokens"] for row in voters), 1),
+            "tokens": round(sum(counts), 1) if counts else None,
             "cost": sum(costs) if costs else None,
             "in_race": True,
         }
@@ -971,14 +984,15 @@ def _draw_tokens(policies: pd.DataFrame) -> Figure:
     left.errorbar(
         accuracy, places, xerr=errors, fmt="none", color=plot.GUIDE, linewidth=0.8
     )
-    tokens = own["tokens"].to_numpy()
+    tokens = own["tokens"].to_numpy(float)
     right.hlines(places, 0, tokens, color=plot.SHADE, linewidth=4)
     for axes, values in ((left, accuracy), (right, tokens)):
         axes.plot(values[~is_base], places[~is_base], "o", color=plot.BLUE)
         axes.plot(values[is_base], places[is_base], "o", color=plot.BLACK)
     left.set_yticks(places, own["name"])
     left.set_xlabel("accuracy (%)")
-    right.set_xlabel("tokens of a question")
+    is_counted = own["tokens"].notna().any()
+    right.set_xlabel("tokens of a question" if is_counted else "tokens: not counted")
     right.set_xlim(left=0)
     return figure
 

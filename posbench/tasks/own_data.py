@@ -21,7 +21,7 @@ from posbench.tasks.items import Positions, gold_indices
 from posbench.tasks.logs import Log, LoggedQuestion, read_log
 from posbench.tasks.logs import fields as log_fields
 from posbench.tasks.logs.base import Entry, Skips
-from posbench.tasks.logs.entries import read_entries
+from posbench.tasks.logs.entries import need_text, read_entries
 from posbench.tasks.logs.read import recognise
 from posbench.tasks.nq_multidoc import INSTRUCTION
 from posbench.tasks.own_questions import (
@@ -269,15 +269,20 @@ def holds_log(file: Path) -> bool:
     """Whether a file or folder is a retrieval log, not one of this task's own form (nor one that cannot be read)."""
     if file.is_dir() or file.suffix in LOG_SUFFIXES:
         return True
+    if file.is_file() and file.suffix != ".gz":
+        need_text(file, "path", file.read_bytes()[:4])
     try:
         entries = read_entries(file, "path", Skips()).entries
     except UserError:
         return False
+    names_gold = any("gold" in entry.fields for entry in entries)
     for entry in entries:
         for name, kind in KINDS.items():
             # An empty list says nothing of its kind.
             if entry.fields.get(name, []) != []:
-                return not _has_own_form(kind, entry)
+                # Documents without gold are those of a log, which finds it by the answers.
+                is_log = kind is Documents and not names_gold and recognise([entry])
+                return bool(is_log) or not _has_own_form(kind, entry)
     return recognise(entries) is not None
 
 
@@ -335,7 +340,7 @@ def records_of_log(log: Log, path: str) -> ParsedFile:
             answers=question.answers or (),
             documents=tuple(documents),
         )
-        if _copy_of_gold(record) is not None:
+        if _copy_of_gold(record, gold) is not None:
             skipped["a second copy of the gold document"] += 1
             continue
         records.append(record)
@@ -371,13 +376,16 @@ def _why_not_moved(question: LoggedQuestion) -> str:
     return "a single document" if len(question.documents) < 2 else ""
 
 
-def _copy_of_gold(record: RecordWithGold) -> int | None:
-    """Where the gold item stands a second time, called gold or not: it would be read there wherever it is moved."""
+def _copy_of_gold(record: Record, gold: int) -> int | None:
+    """Where the gold item stands a second time, called gold or not.
+
+    Wherever the gold one is moved it would be read there; a second right choice would count as wrong.
+    """
     texts = [record.text(0, part).strip() for part in record.parts()]
     copies = (
         index
         for index, text in enumerate(texts)
-        if index != record.gold and text == texts[record.gold]
+        if index != gold and text == texts[gold]
     )
     return next(copies, None)
 
@@ -417,8 +425,8 @@ def _record(kind: type[Record], line: Line) -> Record:
     if max(all_gold) >= count or len(all_gold) <= len(other_gold):
         allowed = f'different places in "{kind.holds}", from 0 to {count - 1}, without gold ({gold})'
         raise line.fault(f'field "other_gold" is {list(other_gold)}', allowed)
-    if isinstance(record, RecordWithGold):
-        copy = _copy_of_gold(record)
+    if isinstance(record, RecordWithGold | Choices):
+        copy = _copy_of_gold(record, gold)
         if copy is not None:
             wrong = f'field "{kind.holds}[{copy}]" repeats the gold one'
             raise line.fault(wrong, "a gold one that stands at one place alone")

@@ -19,7 +19,7 @@ from posbench.studies.order import OrderStudy
 from posbench.tasks import Example
 from posbench.tasks.logs import read
 from tests.conftest import Result
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 from tests.readers import CURVES, reading, reply_of, write_log
 from tests.report.test_explorer import data_of
 
@@ -434,6 +434,14 @@ def test_without_references_nothing_is_judged(posbench: Call, tmp_path: Path) ->
             ("log.jsonl", "model=tiny", "study.policies=[scale_channel]"),
             ("study.policies", "scale_channel"),
         ),
+        (
+            ("log.jsonl", "model=tiny", "study.policies=[revers]"),
+            ("study.policies", "revers", "reversed"),
+        ),
+        (
+            ("log.jsonl", "model=localhost:8123/v1"),
+            ("model", "http://localhost:8123/v1"),
+        ),
         (("missing.jsonl", "model=tiny"), ("missing.jsonl",)),
     ],
 )
@@ -450,6 +458,18 @@ def test_bad_input_is_one_line(
     assert result.status == 2
     for word in words:
         assert word in result.err
+
+
+def test_an_unknown_policy_is_refused_before_a_server_is_asked(
+    posbench: Call, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    write_log(log, 8, 4, seed=0)
+    with reading(CURVES["primacy"], 4) as server:
+        args = (f"model={server.url}", "--yes", "study.policies=[revers]")
+        refused = posbench("order", str(log), *args)
+    assert refused.status == 2
+    assert_refused(refused.err, "study.policies", "revers", allowed="reversed")
 
 
 LANGCHAIN_ORDER_OF_EIGHT = (1, 3, 5, 7, 6, 4, 2, 0)

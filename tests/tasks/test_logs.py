@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -422,6 +423,83 @@ def test_gold_may_be_an_index_where_documents_have_no_numbers(tmp_path: Path) ->
     assert [q.gold for q in log.questions] == [(1,), (0, 1)]
     (problem,) = log.problems
     assert (problem.count, problem.line) == (1, 3)
+
+
+def test_an_index_may_be_a_text_where_no_document_has_a_number(tmp_path: Path) -> None:
+    documents = [{"id": "d1", "text": "One."}, {"id": "d2", "text": "Two."}]
+    rows = [
+        {"question": "Q?", "documents": documents, "gold": gold}
+        for gold in ("1", ["d1"], "7")
+    ]
+    log = read_log(write_lines(tmp_path / "log.jsonl", *rows))
+    assert [question.gold for question in log.questions] == [(1,), (0,), ()]
+
+
+def test_gold_that_seems_to_be_counted_from_one_is_named(tmp_path: Path) -> None:
+    rows = [
+        {
+            "question": f"Q{number}?",
+            "documents": ["Ash.", "It is Bern.", "Oak."],
+            "gold": gold,
+            "answers": ["Bern"],
+        }
+        for number, gold in enumerate([2, 2, 1])
+    ]
+    remarks = read_log(write_lines(tmp_path / "log.jsonl", *rows)).remarks
+    assert any("2 of 3" in remark and "from 0" in remark for remark in remarks)
+    right = read_log(write_lines(tmp_path / "right.jsonl", rows[2]))
+    assert not any("from 0" in remark for remark in right.remarks)
+
+
+def test_a_list_of_texts_spelled_in_a_text_is_a_list_of_answers(tmp_path: Path) -> None:
+    spelled = {"['Bern']": ("Bern",), '["a", "b"]': ("a", "b"), "[1, 2]": ("[1, 2]",)}
+    rows = [
+        {"question": "Q?", "documents": ["One.", "Two."], "answers": answers}
+        for answers in spelled
+    ]
+    log = read_log(write_lines(tmp_path / "log.jsonl", *rows))
+    assert [question.answers for question in log.questions] == list(spelled.values())
+
+
+def test_arrays_in_csv_are_read_as_numpy_prints_them(tmp_path: Path) -> None:
+    """As a data frame of a parquet file, written as CSV, has them."""
+    texts = ["It's one, of more.", 'Two "quoted" words', "Three, " * 30]
+    table = pd.DataFrame({"question": ["Q?"], "answers": ["Two"]})
+    table["contexts"] = [np.array(texts, dtype=object)]
+    table.to_csv(tmp_path / "log.csv", index=False)
+    (question,) = read_log(tmp_path / "log.csv").questions
+    assert [document.text for document in question.documents] == texts
+
+
+def test_names_of_fields_may_be_written_as_titles(tmp_path: Path) -> None:
+    row = {"Question": "Q?", "Contexts": ["One.", "Two."], "Ground Truth": "Two"}
+    (question,) = read_log(write_lines(tmp_path / "log.jsonl", row)).questions
+    assert question.answers == ("Two",) and len(question.documents) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "hint"),
+    [
+        ("log.xlsx", b"PK\x03\x04rest", "Excel", "CSV"),
+        ("log.jsonl", gzip.compress(b'{"question": "Q?"}\n'), "gzip", ".gz"),
+        ("log.csv", "question;contexts\na;b\n".encode("utf-16"), "UTF-16", "UTF-8"),
+    ],
+    ids=["workbook", "gzip", "UTF-16"],
+)
+def test_a_file_that_is_no_text_is_named(
+    name: str, content: bytes, kind: str, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with refused("task.path", allowed=kind, hint=hint):
+        read_log(tmp_path / name)
+    with refused("task.path", allowed=kind, hint=hint):
+        OwnData(path=str(tmp_path / name)).evaluation()
+
+
+def test_columns_separated_by_semicolons_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("question;contexts;answers\nQ?;['a'];b\n")
+    with refused("task.path", hint="separated by ;"):
+        read_log(tmp_path / "log.csv")
 
 
 def test_gold_ids_without_ids_of_documents_are_not_taken_for_indices(

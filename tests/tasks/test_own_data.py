@@ -251,6 +251,24 @@ def test_a_subset_has_a_name_on_every_line(
     assert_names(fault.allowed, "every line", "none", "all", "nan")
 
 
+def test_a_second_copy_of_the_right_choice_is_refused(tmp_path: Path) -> None:
+    """Its letter would count as wrong."""
+    row = {"question": "Which?", "choices": ["pear", "spoon", "pear"], "gold": 0}
+    file = tmp_path / "choices.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match="one place alone"):
+        OwnData(path=str(file)).evaluation()
+
+
+def test_documents_without_gold_are_a_log(tmp_path: Path) -> None:
+    texts = [{"text": "Ash."}, {"text": "It is Bern."}]
+    row = {"question": "Q?", "documents": texts, "answers": ["Bern"]}
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    task = OwnData(path=str(file))
+    assert task.own.log is not None and task.own.records[0].gold == 1
+
+
 def test_lines_that_repeat_each_other_are_one_question(tmp_path: Path) -> None:
     other = {**ITEMS, "answers": ["2"]}
     rows = [ITEMS, {**ITEMS, "id": "again"}, other, {**ITEMS, "subset": ""}]

@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+import tokenize
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,6 +35,14 @@ LISTS = (
     ("traces",),
 )
 """Where one JSON object may hold the list of its entries."""
+NO_TEXT = (
+    (b"PK\x03\x04", "an Excel workbook or an archive", "save the sheet as CSV UTF-8"),
+    (b"\xd0\xcf\x11\xe0", "an old Excel workbook", "save the sheet as CSV UTF-8"),
+    (b"\x1f\x8b", "gzip", "end its name in .gz"),
+    (b"\xff\xfe", "UTF-16", "save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16", "save it as UTF-8"),
+)
+"""First bytes of files that are no text, what they are, and the next step."""
 NOT_JSON = "not one JSON object"
 MAX_CELL_CHARACTERS = 1 << 27
 """Longest cell of a CSV file: the texts of all documents of a question."""
@@ -73,6 +82,7 @@ def read_entries(file: Path, field: str, skips: Skips) -> Entries:
             if suffixes[-1:] == [".gz"]:
                 data = gzip.decompress(data)
                 suffixes.pop()
+            need_text(file, field, data)
             if suffixes[-1:] in ([".csv"], [".tsv"]):
                 delimiter = "," if suffixes[-1] == ".csv" else "\t"
                 found = _csv(data, delimiter, skips)
@@ -91,6 +101,23 @@ def read_entries(file: Path, field: str, skips: Skips) -> Entries:
         allowed = "a file with lines; this one is empty"
         refuse(field, str(file), allowed, "check the path")
     return found
+
+
+def need_text(file: Path, field: str, data: bytes) -> None:
+    """Refuse files that others take for text, with the way to make text of them.
+
+    Args:
+        file: The file.
+        field: Key that named it, without ``task.``.
+        data: Its content.
+
+    Raises:
+        UserError: It is a workbook or an archive, is packed, or is UTF-16.
+    """
+    for start, kind, hint in NO_TEXT:
+        if data.startswith(start):
+            allowed = f"JSON lines, JSON, CSV or parquet; this one is {kind}"
+            refuse(field, str(file), allowed, hint)
 
 
 def _json(data: bytes, skips: Skips) -> Entries:
@@ -166,6 +193,8 @@ def _csv(data: bytes, delimiter: str, skips: Skips) -> Entries:
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
         names = reader.fieldnames or []
+        if len(names) == 1 and names[0].count(";") > names[0].count(delimiter):
+            raise ValueError("its columns are separated by ;, not by commas")
         number = reader.line_num + 1
         for row in reader:
             num_read += 1
@@ -209,18 +238,30 @@ def _plain(value: Any) -> Any:
 
 
 def list_in_text(text: str) -> list[Any] | None:
-    """The list that a text spells as JSON, or as Python prints it; None if it spells none."""
+    """The list that a text spells as JSON, or as Python or NumPy prints it; None if it spells none."""
     if not text.strip().startswith("["):
         return None
     value = json_in_text(text)
     if value is None:
         try:
             value = ast.literal_eval(text.strip())
+            texts = _texts_of_array(text)
+            value = value if texts is None else texts
             # Sets, bytes and halves of surrogate pairs are no data of a log.
             json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
     return value if isinstance(value, list) else None
+
+
+def _texts_of_array(text: str) -> list[str] | None:
+    """The texts of an array as NumPy prints it, which Python reads as one text; None if it is no such array."""
+    tokens = tokenize.generate_tokens(io.StringIO(text.strip()).readline)
+    written = [token for token in tokens if token.string.strip()]
+    texts = [token.string for token in written if token.type == tokenize.STRING]
+    if [token.string for token in written] != ["[", *texts, "]"]:
+        return None
+    return [ast.literal_eval(text) for text in texts]
 
 
 def json_in_text(text: str) -> Any:

@@ -192,8 +192,11 @@ def as_answers(value: Any, *, is_cell: bool = False) -> tuple[str, ...] | None:
     """
     if isinstance(value, dict) and isinstance(value.get("text"), list):
         value = value["text"]
-    if is_cell and isinstance(value, str):
-        value = list_in_text(value) or value.split(SEPARATOR)
+    if isinstance(value, str):
+        listed = list_in_text(value)
+        # Outside a table a list of numbers may be an answer itself; one of texts is an answer's spelling.
+        if is_cell or (listed and all(isinstance(item, str) for item in listed)):
+            value = listed or value.split(SEPARATOR)
     values = value if isinstance(value, list | tuple) else [value]
     texts = [(as_text(item, "answers") or "").strip() for item in values]
     return tuple(dict.fromkeys(filter(None, texts))) or None
@@ -401,7 +404,8 @@ def _are_indices(values: Sequence[Any], documents: Sequence[LoggedDocument]) -> 
     are_numbers = all(isinstance(value, int | float) for value in values)
     # A cell of CSV is text.
     are_digits = all(isinstance(value, str) and value.isdecimal() for value in values)
-    return are_numbers or (are_digits and not any(ids))
+    in_list = are_digits and all(int(value) < len(documents) for value in values)
+    return are_numbers or in_list or (are_digits and not any(ids))
 
 
 def _with_ids(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from posbench.tasks.logs import fields as names
 from posbench.tasks.logs.base import (
@@ -87,6 +88,11 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
         unit = "query"
     else:
         found = read_entries(file, "path", skips)
+        if recognise(found.entries) is None:
+            renamed = [
+                entry._replace(fields=_plain(entry.fields)) for entry in found.entries
+            ]
+            found = found._replace(entries=renamed)
         shape = _shape_of(file, found, skips)
         unit = shape.unit or found.unit
         entries = shape.gather(found.entries, skips)
@@ -152,6 +158,14 @@ def recognise(entries: Iterable[Entry]) -> Shape | None:
     return SHAPES[index]
 
 
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with the names in small letters and underscores, as ``Ground Truth`` is ``ground_truth``."""
+    names = {key: re.sub(r"[^a-z0-9]+", "_", key.lower()).strip("_") for key in fields}
+    if len({*names.values()}) < len(names):
+        return dict(fields)
+    return {names[key]: value for key, value in fields.items()}
+
+
 def _shape_of(file: Path, found: Entries, skips: Skips) -> Shape:
     """The shape of a file; UserError if it has none."""
     shape = recognise(found.entries)
@@ -164,7 +178,8 @@ def _shape_of(file: Path, found: Entries, skips: Skips) -> Shape:
         value = f"{file} with fields {keys[:120]}"
     listed = ", ".join(shape.name for shape in SHAPES)
     allowed = f"a retrieval log: {listed}, {FOLDER.name}"
-    refuse("path", value, allowed, WHERE_SHAPES_ARE)
+    hint = f"name the fields question, contexts and answers; {WHERE_SHAPES_ARE}"
+    refuse("path", value, allowed, hint)
 
 
 def _refuse_all(
@@ -278,14 +293,25 @@ def _matched(text: str) -> str:
 
 
 def _gold_remarks(questions: Sequence[LoggedQuestion]) -> list[str]:
-    """How the gold documents became known, if the log does not name them."""
+    """How the gold documents became known, if the log does not name them; else whether they hold an answer."""
+    remarks = []
     num_found = sum(q.gold is not None and not q.gold_is_named for q in questions)
-    if not num_found:
-        return []
-    return [
-        f"gold documents of {num_found} of {len(questions)} questions found by an answer's words in the text; "
-        "the log does not name them"
-    ]
+    if num_found:
+        remarks.append(
+            f"gold documents of {num_found} of {len(questions)} questions found by an answer's words in the text; "
+            "the log does not name them"
+        )
+    named = [q for q in questions if q.gold_is_named and q.gold and q.answers]
+    num_wrong = 0
+    for question in named:
+        found = _with_gold(question._replace(gold=None)).gold
+        num_wrong += found is not None and not {*found} & {*(question.gold or ())}
+    if num_wrong:
+        remarks.append(
+            f"the named gold documents of {num_wrong} of {len(named)} questions hold no answer, another one does: "
+            "is gold counted from 0?"
+        )
+    return remarks
 
 
 def _rises(question: LoggedQuestion) -> bool:
