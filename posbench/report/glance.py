@@ -217,7 +217,7 @@ def scores_glance(
         return NOTHING
     base, method, model = _subjects(metrics)
     verdict = run_verdict(metrics)
-    details = headline(metrics, delivery)
+    details = headline(metrics, delivery, verdict)
     numbers = _score_numbers(metrics, base, method, verdict)
     sample = _sample(metrics, method) or _sample(metrics, base)
     if verdict is None:

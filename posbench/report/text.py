@@ -47,7 +47,7 @@ from posbench.stats.frames import (
 from posbench.stats.outcomes import describe_kinds, kind_of_row
 from posbench.stats.policies import MARGIN, within_margin
 from posbench.stats.shape import SHAPES, shape_in_metrics
-from posbench.stats.verdict import BIAS, run_verdict
+from posbench.stats.verdict import BIAS, Verdict, run_verdict
 
 MAX_LISTED = 4
 """Claims of one verdict, or names, that a sentence lists."""
@@ -164,7 +164,9 @@ def _group_name(config: Mapping[str, Any], group: str) -> str:
 
 
 def headline(
-    metrics: pd.DataFrame | None, delivery: Mapping[str, Any] | None = None
+    metrics: pd.DataFrame | None,
+    delivery: Mapping[str, Any] | None = None,
+    verdict: Verdict | None = None,
 ) -> str:
     """The result of a run in sentences.
 
@@ -174,13 +176,14 @@ def headline(
     Args:
         metrics: Rows of metrics.csv; None when nothing was scored.
         delivery: ``delivery`` of the provenance, where a server was asked.
+        verdict: The verdict on them, where the caller has it.
     """
     if metrics is None or rows_over_all_positions(metrics).empty:
         return "Nothing was scored in this run."
     averages: Any = (
         rows_over_all_positions(metrics).drop_duplicates("method").set_index("method")
     )
-    verdict = run_verdict(metrics)
+    verdict = verdict or run_verdict(metrics)
     verb = "answers" if metric_name(metrics) == "accuracy" else "scores"
     reasons = unmeasurable_bias(metrics)
     warnings = [

@@ -197,17 +197,15 @@ def curve_in_metrics(metrics: pd.DataFrame, method: str) -> CurveIntervals | Non
     Returns:
         The curve, numbers about which nothing can be said NaN; None for fewer than three positions.
     """
-    rows = metrics[metrics["method"] == method]
-    placed = rows[rows["metric"] == CONTRAST].drop_duplicates("gold_position")
-    positions = pd.to_numeric(placed["gold_position"])
-    contrasts = [
-        estimate(row)
-        for row in placed.loc[positions.sort_values().index].to_dict("records")
-    ]
-    over_all = rows[rows["gold_position"].astype(str) == "all"].drop_duplicates(
-        "metric"
-    )
-    by_metric = {row["metric"]: row for row in over_all.to_dict("records")}
+    # From the last to the first: of repeated rows the first one counts.
+    rows = metrics[metrics["method"] == method].to_dict("records")[::-1]
+    placed = {
+        float(row["gold_position"]): row for row in rows if row["metric"] == CONTRAST
+    }
+    contrasts = [estimate(placed[position]) for position in sorted(placed)]
+    by_metric = {
+        row["metric"]: row for row in rows if str(row["gold_position"]) == "all"
+    }
     keys = ("position_bias", "primacy", "recency")
     if not contrasts or not all(key in by_metric for key in keys):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from posbench.late import pd
@@ -215,14 +216,21 @@ def _shortfall(metrics: pd.DataFrame, method: str) -> float:
 
 def _row(metrics: pd.DataFrame, method: str, metric: str) -> Any:
     """The row of a statistic of a method; None where there is none."""
-    rows = metrics[(metrics["method"] == method) & (metrics["metric"] == metric)]
-    return next(rows.itertuples(), None)
+    return _first(
+        metrics[(metrics["method"] == method) & (metrics["metric"] == metric)]
+    )
 
 
 def _score(metrics: pd.DataFrame, method: str, metric: str = "") -> Any:
     """The row of a method's score over all positions, or its ``difference``; None where there is none."""
     rows = rows_over_all_positions(metrics, metric)
-    return next(rows[rows["method"] == method].itertuples(), None)
+    return _first(rows[rows["method"] == method])
+
+
+def _first(rows: pd.DataFrame) -> Any:
+    """The first of these rows, its columns as attributes; None where there is none."""
+    records = rows.to_dict("records")
+    return SimpleNamespace(**records[0]) if records else None
 
 
 def _note(row: Any) -> str:
