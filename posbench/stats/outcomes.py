@@ -152,12 +152,14 @@ def missing_note(
     Returns:
         ``missing answers: how many of each kind, and the next step``; empty if the scores are valid.
     """
+    if (rows[KIND] == "").all():
+        return ""
     rows = rows.assign(is_missing=(rows[KIND] != "").astype(float))
     share = float(rows["is_missing"].mean())
     placed = rows.dropna(subset=["gold_position"])
     by_position = placed.groupby("gold_position")["is_missing"].mean()
     varies = False
-    if share > 0 and len(by_position) > 1:
+    if len(by_position) > 1:
         gap = np.ptp(by_position.to_numpy())
         # The difference between positions that chance alone gives.
         null = shuffled_gaps(placed, "is_missing", resamples, seed)

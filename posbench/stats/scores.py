@@ -69,7 +69,7 @@ class ScoreGroup(NamedTuple):
             The mean of the scores; where the group's label is METRIC_difference, of the score minus the unmodified
             model's. Without a score, an estimate of NaN.
         """
-        rows = rows.dropna(subset=[self.metric])
+        rows = rows[rows[self.metric].notna()]
         if rows.empty:
             return NO_ESTIMATE
         values = rows[self.metric].to_numpy()
@@ -311,7 +311,7 @@ class Tabulator:
         for metric in metrics:
             # A method without any answer has no rows here, and still its line in the tables.
             rows_by_method = {
-                method: rows.dropna(subset=[metric])
+                method: rows[rows[metric].notna()]
                 for method, rows in frame.groupby("method", sort=False)
             }
             for method, rows in rows_by_method.items():
