@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,14 @@ class Result:
 @pytest.fixture(autouse=True)
 def forget_own_code() -> None:
     """Let a test find the user's own modules as a new process does: none is imported, and no --config-dir searched."""
-    own = {Path(entry).resolve() for entry in set(sys.path) - set(PATH)}
+    own = {os.path.realpath(entry) for entry in set(sys.path) - set(PATH)}
     sys.path[:] = PATH
     if not own:
         return
+    real_folder = cache(os.path.realpath)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file is not None and Path(file).resolve().parent in own:
+        if file is not None and real_folder(os.path.dirname(file)) in own:
             del sys.modules[name]
 
 
