@@ -270,7 +270,9 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         facts: Content of order.json, with the ``command``.
     """
     details = f"Verdict: {verdict_words(facts)} ({facts['reason']})."
-    needed = facts["needed_questions"]
+    scores = [row["accuracy"] for row in facts["policies"]]
+    is_none_right = not any(scores) and 0 in scores
+    needed = None if is_none_right else facts["needed_questions"]
     if needed:
         details += f" About {needed:,} questions in all would tell."
     verdict, leader = facts["verdict"], facts["leader"]
@@ -304,12 +306,14 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         sentence = "These questions do not tell whether a change of the prompt helps"
         if facts["reason"] == NO_REFERENCES:
             sentence = "The log holds no right answers, so that only the change of replies is known"
+        elif is_none_right:
+            sentence = "No reply was right under any policy: are the answers written as a reply has them?"
         elif needed:
             sentence += f"; about {needed:,} in all would"
     glance = Glance(
         verdict_words(facts),
         tone,
-        f"{sentence}.",
+        sentence if sentence.endswith("?") else f"{sentence}.",
         tuple(numbers),
         step,
         details=details,

@@ -146,6 +146,12 @@ def test_a_flat_reader_is_left_alone_and_the_json_is_printed(
     # A budget would buy nothing more where all questions were asked.
     glance = order_glance({**printed, "verdict": "cannot tell"})
     assert not printed["stopped"] and "these are used up" in glance.purpose
+    # More questions would not tell where the references are spelt as no reply is.
+    wrong = [{**row, "accuracy": 0.0} for row in printed["policies"]]
+    facts = {**printed, "verdict": "cannot tell", "policies": wrong}
+    glance = order_glance({**facts, "needed_questions": 200})
+    assert_names(glance.sentence, "No reply", "answers")
+    assert "200" not in glance.details
 
 
 def test_a_log_is_read_and_its_prompts_are_made_once(
