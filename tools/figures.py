@@ -397,7 +397,9 @@ def draw_question_first(root: Path, scratch: Path) -> dict[str, Path]:
 
 def draw_lengths(root: Path, scratch: Path) -> dict[str, Path]:
     """Draw the paper's prompt at two lengths on Qwen2.5-Coder from its table; see :data:`FROM_TABLES`."""
-    table = pd.read_csv(root / "experiments/results/qwen2_5_coder_0_5b_uuid.csv")
+    table = pd.read_csv(
+        root / "experiments/results/remedies/qwen2_5_coder_0_5b_uuid.csv"
+    )
     rows = _as_metrics(table)
     changed = rows["method"] != frames.UNMODIFIED
     rows.loc[changed, "method"] = (
