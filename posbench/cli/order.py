@@ -307,13 +307,13 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
         if facts["reason"] == NO_REFERENCES:
             sentence = "The log holds no right answers, so that only the change of replies is known"
         elif is_none_right:
-            sentence = "No reply was right under any policy: are the answers written as a reply has them?"
+            sentence = "No reply was right under any policy: see whether the answers are written as replies are"
         elif needed:
             sentence += f"; about {needed:,} in all would"
     glance = Glance(
         verdict_words(facts),
         tone,
-        sentence if sentence.endswith("?") else f"{sentence}.",
+        f"{sentence}.",
         tuple(numbers),
         step,
         details=details,
@@ -330,7 +330,8 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
             key = setting.partition("=")[0]
             words = [w for w in command.split(" ") if not w.startswith(f"{key}=")]
             command = " ".join([*words, setting])
-        glance = replace(glance, next=command, purpose=_next(facts))
+        purpose = "once they are" if is_none_right else _next(facts)
+        glance = replace(glance, next=command, purpose=purpose)
     return glance
 
 

@@ -151,7 +151,7 @@ def test_a_flat_reader_is_left_alone_and_the_json_is_printed(
     facts = {**printed, "verdict": "cannot tell", "policies": wrong}
     glance = order_glance({**facts, "needed_questions": 200})
     assert_names(glance.sentence, "No reply", "answers")
-    assert "200" not in glance.details
+    assert "200" not in glance.details + glance.purpose
 
 
 def test_a_log_is_read_and_its_prompts_are_made_once(
