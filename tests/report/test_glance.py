@@ -594,3 +594,14 @@ def test_the_head_of_a_page_escapes_names(tmp_path: Path) -> None:
     page = write_page(tmp_path, "title", glance, [])
     assert "<b>x</b>" not in page.read_text()
     assert _on_page(page) == ("bias", glance.sentence)
+
+
+def test_a_next_step_is_one_line_on_a_narrow_terminal() -> None:
+    """The first line of a broken command would be another command."""
+    stream = StringIO()
+    console = Console(file=stream, width=40, force_terminal=True)
+    step = "posbench model=tiny " + "task.pairs=20 " * 9 + "task.limit=5"
+    glance = Glance("bias", "open", "It loses the middle.", next=step)
+    show_glance(console, glance)
+    (line,) = (li for li in stream.getvalue().splitlines() if "next: " in li)
+    assert re.sub("\x1b[^m]*m", "", line) == f"next: {step}"
