@@ -56,14 +56,13 @@ def need_single_value(frame: pd.DataFrame, name: str, *columns: str) -> None:
 
 def metric_of_task(metrics: pd.DataFrame) -> pd.Series:
     """Return for each row of metrics.csv the metric that its task is judged by: the first one in the task's rows."""
-    tasks = pd.Series("", index=metrics.index)
+    task = pd.Series("", index=metrics.index)
     if "task" in metrics:
-        tasks = metrics["task"]
-    first = dict[str, str]()
-    for task, metric in zip(tasks, metrics["metric"], strict=True):
-        if metric not in STATISTICS and not str(metric).endswith("_difference"):
-            first.setdefault(task, metric)
-    return tasks.map(first)
+        task = metrics["task"]
+    is_difference = metrics["metric"].str.endswith("_difference")
+    is_statistic = metrics["metric"].isin(STATISTICS)
+    scores = metrics["metric"].mask(is_difference | is_statistic)
+    return scores.groupby(task, sort=False).transform("first")
 
 
 def metric_name(metrics: pd.DataFrame) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from posbench.files.atomic import write_csv
 from posbench.report.console import fit_columns, line_length
+from posbench.report.folder import read_csv
 from posbench.report.glance import findings_glance
 from posbench.report.tables import (
     bias_table,
@@ -35,6 +36,7 @@ from posbench.report.text import (
 from posbench.stats import findings
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding
+from posbench.stats.frames import rows_over_all_positions
 from posbench.stats.reference import read_table
 from tests.frames import AFTER, BEFORE, metrics
 from tests.messages import assert_names
@@ -400,3 +402,12 @@ def test_what_hides_a_position_bias_is_told_first_and_once() -> None:
         )
         short = note.partition(":")[0]
         assert bias_table(frame)[1][0][1:] == [short, short]
+
+
+def test_a_table_of_one_task_has_no_scores_of_others(tmp_path: Path) -> None:
+    """An export asks a run of the same constants for its side effects on other tasks."""
+    metrics().to_csv(tmp_path / "metrics.csv", index=False)
+    table = read_csv(tmp_path / "metrics.csv")
+    assert table is not None
+    others = table[table["task"] != table["task"].iloc[0]]
+    assert rows_over_all_positions(others, "difference").empty
