@@ -36,7 +36,7 @@ from posbench.pipeline.jobs import Submission
 from posbench.pipeline.prepare import prepare
 from posbench.pipeline.sharing import make_shard, make_shard_and_finish
 from posbench.report.console import make_console, show_lists
-from posbench.report.sweep import summarise
+from posbench.report.sweep import same_runs_note, summarise
 from posbench.run.base import IncompleteRun
 from posbench.run.folder import find_run, open_run_dir
 from posbench.run.lease import ONE_PROCESS, in_use, process_start
@@ -153,10 +153,7 @@ def submit(args: list[str]) -> int:
     title = f"{len(to_submit)} of {len(states)} runs submitted as {submission_id}"
     show_lists({title: rows})
     if len(states) < len(runs):
-        print(
-            f"{len(runs)} settings are {len(states)} runs: what else was swept changes no result",
-            file=sys.stderr,
-        )
+        print(same_runs_note(len(runs), len(states)), file=sys.stderr)
     outputs = shlex.quote(runtime.outputs)
     print(
         f"next: posbench jobs {outputs}; then: posbench collect {outputs}",

@@ -192,15 +192,14 @@ def run_state(folder: Path, queued: Queue) -> tuple[JobState, str]:
         return "running", progress
     # A job of an earlier submission makes the run as well as one of the last.
     have_jobs = [_has_jobs(earlier, queued) for earlier in submissions(folder)]
-    waits = True if True in have_jobs else None if None in have_jobs else False
-    if waits:
+    if True in have_jobs:
         return "waiting", progress
     status = run.status()
     last_words = last_line(folder, submission, missing)
     note = "; ".join(filter(None, [progress, last_words]))
     if status["state"] in ENDED:
         return "failed", note or str(status.get("error") or "")
-    if waits is None:
+    if None in have_jobs:
         return "unknown", "squeue does not answer"
     return "lost", note
 

@@ -131,11 +131,9 @@ def summarise(
     if not settings:
         return None
     runs = [(setting, run_folder) for run_folder, setting in settings.items()]
-    num_done = len(list(filter(None, folders)))
+    num_done = sum(folder is not None for folder in folders)
     if len(runs) < num_done:
-        console.print(
-            f"{num_done} settings are {len(runs)} runs: what else was swept changes no result"
-        )
+        console.print(same_runs_note(num_done, len(runs)))
     # Model, method and task are columns of every table already.
     axes = [key for key in varied if key not in METRIC_COLUMNS]
     run_folders = list(settings)
@@ -167,6 +165,11 @@ def summarise(
     _show(folder, console, command)
     RunDir(folder).seal(command)
     return folder
+
+
+def same_runs_note(num_settings: int, num_runs: int) -> str:
+    """Say that several settings are one run."""
+    return f"{num_settings} settings are {num_runs} runs: what else was swept changes no result"
 
 
 def find_finished_sweep(

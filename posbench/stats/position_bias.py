@@ -370,16 +370,20 @@ def statistic_rows(
         }
         questions = min(len(set(clusters)) for _, clusters in groups.values())
         curve, draws = all_curves[method]
-        # Equal answers have equal draws, and get the same noise: a difference of them is none.
-        alike = (np.array_equal(all_curves[other][1], draws) for other in complete)
         positions = [mean(values, clusters) for values, clusters in groups.values()]
+        # Equal answers have equal draws, and get the same noise: a difference of them is none.
+        first_alike = next(
+            number
+            for number, other in enumerate(complete)
+            if np.array_equal(all_curves[other][1], draws)
+        )
         estimates = CurveEstimates(
             curve,
             draws,
             sizes=np.array([len(values) for values, _ in groups.values()]),
             questions=questions,
             is_binary=part[name].isin((0, 1)).all(),
-            seed=(seed, list(alike).index(True)),
+            seed=(seed, first_alike),
         )
         average = mean(part[name].to_numpy(), list(part["cluster"]))
         floor = (notes or {}).get(method, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -270,7 +271,9 @@ def holds_log(file: Path) -> bool:
     if file.is_dir() or file.suffix in LOG_SUFFIXES:
         return True
     if file.is_file() and file.suffix != ".gz":
-        need_text(file, "path", file.read_bytes()[:4])
+        # A file that cannot be opened is refused by whoever reads it.
+        with suppress(OSError), file.open("rb") as stream:
+            need_text(file, "path", stream.read(4))
     try:
         entries = read_entries(file, "path", Skips()).entries
     except UserError:

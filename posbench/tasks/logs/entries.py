@@ -245,8 +245,7 @@ def list_in_text(text: str) -> list[Any] | None:
     if value is None:
         try:
             value = ast.literal_eval(text.strip())
-            texts = _texts_of_array(text)
-            value = value if texts is None else texts
+            value = _texts_of_array(text) or value
             # Sets, bytes and halves of surrogate pairs are no data of a log.
             json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -261,7 +260,7 @@ def _texts_of_array(text: str) -> list[str] | None:
     texts = [token.string for token in written if token.type == tokenize.STRING]
     if [token.string for token in written] != ["[", *texts, "]"]:
         return None
-    return [ast.literal_eval(text) for text in texts]
+    return [ast.literal_eval(spelled) for spelled in texts]
 
 
 def json_in_text(text: str) -> Any:

@@ -87,12 +87,7 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
         entries = read_folder(file, skips)
         unit = "query"
     else:
-        found = read_entries(file, "path", skips)
-        if recognise(found.entries) is None:
-            renamed = [
-                entry._replace(fields=_plain(entry.fields)) for entry in found.entries
-            ]
-            found = found._replace(entries=renamed)
+        found = _with_known_names(read_entries(file, "path", skips))
         shape = _shape_of(file, found, skips)
         unit = shape.unit or found.unit
         entries = shape.gather(found.entries, skips)
@@ -158,12 +153,23 @@ def recognise(entries: Iterable[Entry]) -> Shape | None:
     return SHAPES[index]
 
 
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields with the names in small letters and underscores, as ``Ground Truth`` is ``ground_truth``."""
-    names = {key: re.sub(r"[^a-z0-9]+", "_", key.lower()).strip("_") for key in fields}
-    if len({*names.values()}) < len(names):
-        return dict(fields)
-    return {names[key]: value for key, value in fields.items()}
+def _with_known_names(found: Entries) -> Entries:
+    """The entries, of no shape as written, with their fields in small letters: ``Ground Truth`` is ``ground_truth``."""
+    if recognise(found.entries) is not None:
+        return found
+    entries = [
+        Entry(entry.number, _in_small_letters(entry.fields)) for entry in found.entries
+    ]
+    return found._replace(entries=entries)
+
+
+def _in_small_letters(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields by their names in small letters and underscores; as they were where two names would be the same."""
+    renamed = {
+        re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"): value
+        for name, value in fields.items()
+    }
+    return renamed if len(renamed) == len(fields) else fields
 
 
 def _shape_of(file: Path, found: Entries, skips: Skips) -> Shape:
@@ -278,12 +284,16 @@ def _with_gold(question: LoggedQuestion) -> LoggedQuestion:
     """The question with its gold documents: those that the log names, else those in which an answer stands."""
     if question.gold is not None or question.answers is None:
         return question
-    answers = [_matched(answer) for answer in question.answers]
-    gold = indices_of(
+    return question._replace(gold=_holding_answer(question) or None)
+
+
+def _holding_answer(question: LoggedQuestion) -> tuple[int, ...]:
+    """Indices of the documents in which an answer stands."""
+    answers = [_matched(answer) for answer in question.answers or ()]
+    return indices_of(
         any(occurs_as_word(text, answer) for answer in answers)
         for text in (_matched(document.text) for document in question.documents)
     )
-    return question._replace(gold=gold or None)
 
 
 def _matched(text: str) -> str:
@@ -304,8 +314,8 @@ def _gold_remarks(questions: Sequence[LoggedQuestion]) -> list[str]:
     named = [q for q in questions if q.gold_is_named and q.gold and q.answers]
     num_wrong = 0
     for question in named:
-        found = _with_gold(question._replace(gold=None)).gold
-        num_wrong += found is not None and not {*found} & {*(question.gold or ())}
+        holding = set(_holding_answer(question))
+        num_wrong += bool(holding) and holding.isdisjoint(question.gold or ())
     if num_wrong:
         remarks.append(
             f"the named gold documents of {num_wrong} of {len(named)} questions hold no answer, another one does: "
