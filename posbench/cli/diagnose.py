@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
-from posbench.cli.options import URL, option
+from posbench.cli.options import option
 from posbench.diagnose.allowance import DEFAULT_BUDGET
 from posbench.diagnose.course import Course
 from posbench.diagnose.page import glance, lines, write_diagnosis
 from posbench.files.secrets import without_typed_secrets
-from posbench.pipeline.arguments import read_flags
+from posbench.pipeline.arguments import URL, read_flags, with_address
 from posbench.report.console import make_console, show_glance, show_link
 from posbench.run.budget import Budget, Stopwatch
 
@@ -56,6 +56,5 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
 
 def _as_override(arg: str) -> str:
     """An argument as typed, or with the key that a bare address or model name lacks."""
-    if URL.fullmatch(arg):
-        return f"model.base_url={arg}"
-    return arg if "=" in arg else f"model={arg}"
+    is_bare = "=" not in arg or URL.fullmatch(arg)
+    return with_address(f"model={arg}" if is_bare else arg)

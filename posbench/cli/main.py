@@ -21,7 +21,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from posbench import versions
-from posbench.cli.options import URL
 from posbench.errors import (
     TRACEBACK,
     IncompleteRun,
@@ -421,6 +420,8 @@ def _refuse_unknown_verb(args: Sequence[str]) -> None:
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run takes no verb: posbench key=value"
         hint = NO_VERBS.get(args[0]) or near(args[0], list(VERBS), "posbench --help")
+        from posbench.pipeline.arguments import URL
+
         if URL.fullmatch(args[0]):
             hint = f"posbench diagnose {args[0]}, or posbench model.base_url={args[0]}"
         raise UserError("verb", args[0], allowed, hint)

@@ -6,13 +6,9 @@ step, and it reads overrides such as ``-m`` and ``~key`` as its own options.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from posbench.errors import UserError
-
-URL = re.compile(r"https?://\S+")
-"""The address of a server, as it is typed in place of a model."""
 
 
 def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posbench.cli.options import URL, option
+from posbench.cli.options import option
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash, write_json
 from posbench.files.secrets import without_typed_secrets
@@ -75,7 +74,7 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
         hint = "posbench order my_log.jsonl model=smollm2"
         raise UserError("order", " ".join(positional), "one log, then keys", hint)
     (log,) = positional
-    rest = [_as_override(arg) for arg in args if arg != log]
+    rest = [arg for arg in args if arg != log]
     overrides = ["study=order", "task=retrieval_log", f"task.path={override_text(log)}"]
     if references:
         overrides.append(f"task.references={override_text(references)}")
@@ -111,15 +110,6 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
     show_glance(console, glance)
     show_link(console, "report", target / "report.html")
     return 0
-
-
-def _as_override(arg: str) -> str:
-    """An argument as typed; an address in place of a model's name becomes that of a server."""
-    key, _, value = arg.partition("=")
-    if key == "model" and re.fullmatch(r"[\w.-]+:\d+(/\S*)?", value):
-        hint = f"model=http://{value}"
-        raise UserError("model", value, "an address with http:// or https://", hint)
-    return f"model.base_url={value}" if key == "model" and URL.fullmatch(value) else arg
 
 
 def _run(

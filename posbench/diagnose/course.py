@@ -146,7 +146,7 @@ class Course:
         config = self._prepare_first()
         task = config.task
         _need_moving_gold_item(task)
-        self._set_first_size(config, task)
+        self._set_sizes(config, task)
         self.runs.use(self._prepare_task())
         positions = list(self.runs.task.gold_positions)
         if len(positions) < 3:
@@ -593,17 +593,22 @@ class Course:
             self.runs.settings[size] = FIRST_ITEMS
             return self._prepare_task()
 
-    def _set_first_size(self, config: Config, task: Task) -> None:
-        """Begin with few items where user, model's file and task's file leave the number open."""
-        size = f"task.{task.sizes[0]}"
+    def _set_sizes(self, config: Config, task: Task) -> None:
+        """Begin with few items where user, model's file and task's file leave the number open.
+
+        Methods are raced on as many items as they are asked about later: what helps among few may harm among many.
+        """
+        items = task.items
+        assert items is not None, "a gold item is moved among items"
+        size, calibration_size = (f"task.{name}" for name in task.sizes)
         named = config.model.blocks.get(task.name, {})
         is_set = size in self.runs.typed_keys or task.sizes[0] in named
-        if is_set or getattr(task, "path", None) is not None:
-            return
-        assert task.items is not None, "a gold item is moved among items"
-        if task.items > FIRST_ITEMS or size in self.runs.settings:
-            self.runs.settings[size] = FIRST_ITEMS
-            self.runs.settings[f"task.{task.sizes[1]}"] = FIRST_ITEMS
+        is_open = not is_set and getattr(task, "path", None) is None
+        if is_open and (items > FIRST_ITEMS or size in self.runs.settings):
+            items = FIRST_ITEMS
+            self.runs.settings[size] = items
+        if calibration_size not in (size, *self.runs.typed_keys):
+            self.runs.settings[calibration_size] = items
 
     # Settings
 

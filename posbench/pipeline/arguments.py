@@ -40,6 +40,10 @@ ENDPOINT = "endpoint"
 """The choice of ``model`` that takes its name from a server."""
 HUB_MODEL = "hf"
 """The choice of ``model`` that takes its name from ``model.path``."""
+URL = re.compile(r"https?://\S+")
+"""The address of a server, as it is typed in place of a model."""
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
+"""An address without its scheme."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
 STAGES_PATTERN = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
@@ -151,7 +155,7 @@ def parse_request(
         match[1] for match in map(is_experiment.fullmatch, overrides) if match
     ]
     group_overrides = [
-        _with_stages_as_list(override)
+        _with_stages_as_list(with_address(override))
         for override in overrides
         if not is_experiment.fullmatch(override)
     ]
@@ -243,6 +247,21 @@ def _with_stages_as_list(override: str) -> str:
 
 
 # Models
+
+
+def with_address(override: str) -> str:
+    """Return an override as typed; a server's address in place of a model's name becomes ``model.base_url``.
+
+    Raises:
+        UserError: The address has no ``http://``.
+    """
+    key, _, value = override.partition("=")
+    if key != "model":
+        return override
+    if HOST_AND_PORT.fullmatch(value) and not sources.exists(Path(value)):
+        allowed = "an address with http:// or https://"
+        raise UserError("model", value, allowed, f"model=http://{value}")
+    return f"model.base_url={value}" if URL.fullmatch(value) else override
 
 
 def folder_name(text: str) -> str:

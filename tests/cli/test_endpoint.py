@@ -567,6 +567,13 @@ def test_what_a_server_cannot_do_is_refused_by_name(
     assert "secret" not in str(caught.value)
 
 
+def test_an_address_may_stand_in_place_of_a_models_name() -> None:
+    assert config_of(f"model={URL}", *TASK).model.base_url == URL
+    address = "localhost:8000/v1"
+    with refused("model", address, allowed="http://", hint=f"model=http://{address}"):
+        config_of(f"model={address}", *TASK)
+
+
 def test_settings_of_a_server_want_one() -> None:
     with refused("model.api", "chat", allowed="auto", hint="model.base_url=URL"):
         config_of("model=tiny", "model.api=chat")

@@ -159,6 +159,18 @@ def test_the_first_prompts_of_a_race_have_gold_items_all_over_the_prompt(
         assert 0.35 < sum(depths) / len(depths) < 0.65
 
 
+@pytest.mark.parametrize(
+    ("typed", "raced"),
+    [((), 32), (("task.pairs=12",), 12), (("task.calibration_pairs=8",), 8)],
+)
+def test_methods_are_raced_on_as_many_items_as_they_are_asked_about(
+    typed: tuple[str, ...], raced: int
+) -> None:
+    course = make_course("model=tiny", *typed)
+    examples = remedies_of(course)._split_for_race().examples
+    assert {len(example.items) for example in examples} == {raced}
+
+
 def test_no_question_of_a_race_is_asked_of_its_winner(tmp_path: Path) -> None:
     data = nq_file(tmp_path, questions=90, documents=20)
     course = make_course("model=tiny")
