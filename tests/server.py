@@ -89,6 +89,10 @@ class Server(ThreadingHTTPServer):
         self.ways = ways
         # the entries of its list of models; None: it has no such list
         self.listed: list[dict[str, Any]] | None = [{"id": "fake", "object": "model"}]
+        # the status with which it refuses that list
+        self.list_refusal: int | None = None
+        # the address to which it redirects questions
+        self.moved_to = ""
         self.apis = ("completions", "chat")
         # what stands for the log-probability of the last token
         self.last_nats: Any = None
@@ -184,11 +188,19 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
     def do_GET(self) -> None:
+        if self.server.list_refusal:
+            return self.refuse("Missing API key", self.server.list_refusal)
         if self.server.listed is None or not self.path.endswith("/models"):
             return self.give({"detail": "Not Found"}, 404)
         self.give({"object": "list", "data": self.server.listed})
 
     def do_POST(self) -> None:
+        if self.server.moved_to:
+            self.send_response(301)
+            self.send_header("Location", self.server.moved_to + self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = prompt_of(body)
         with self.server.lock:
@@ -221,7 +233,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: Mapping[str, Any], prompt: str, fault: str) -> None:
         chat = "messages" in body
         server = self.server
-        if ("chat" if chat else "completions") not in server.apis:
+        is_offered = ("chat" if chat else "completions") in server.apis
+        if not is_offered or self.path.count("completions") > 1:
             return self.give({"detail": "Not Found"}, 404)
         if server.quota is not None and len(server.bodies) > server.quota:
             said = "You exceeded your current quota, please check your plan and billing details."

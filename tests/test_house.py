@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from posbench import paths
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "posbench"
 EXPERIMENTS = ROOT / "experiments"
@@ -39,6 +41,18 @@ def layers_below(own: str) -> set[str]:
     """What a layer may import from: itself and those on its left; a paper from studies and those on their left."""
     last = "studies" if own in PAPERS else own
     return {own, *LAYERS[: LAYERS.index(last) + 1]}
+
+
+def test_no_file_is_read_or_written_in_the_encoding_of_the_locale() -> None:
+    """Windows has another one than the files."""
+    unnamed = re.compile(r"\.read_text\(\)|\.write_text\([^\"',]*\)")
+    found = [
+        f"{file}:{number}"
+        for file in sorted(paths.PACKAGE.rglob("*.py"))
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
+        if unnamed.search(line)
+    ]
+    assert not found
 
 
 def imports(file: Path) -> list[tuple[int, str]]:

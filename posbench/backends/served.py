@@ -106,6 +106,8 @@ WINDOW_FIELDS = (
     "max_context_length",  # Mistral, LM Studio
 )
 """Fields of model lists that give a model's window."""
+ROUTE = re.compile(r"/(chat/)?completions/?$")
+"""End of a request's address, which is no part of ``model.base_url``."""
 LLAMA_CPP = "llamacpp"
 """Owner of the models in llama.cpp's list, which gives the server's window in another place."""
 
@@ -118,12 +120,27 @@ class ProbeTimeOver(Exception):
     """The time that a probe may take is over."""
 
 
-class _RequestRefused(RequestError):
-    """The server refused a request, for a reason that concerns its form."""
+def key_error(config: ModelConfig, message: str) -> UserError:
+    """Return the error that a server refuses the key, or the lack of one; ``message`` is what it said."""
+    allowed = "a variable with a key of that server"
+    hint = (
+        f"export {config.key_env}=KEY, or name another with model.key_env ({message})"
+    )
+    return UserError("model.key_env", config.key_env, allowed, hint)
 
-    def __init__(self, message: str, refusal: Refusal) -> None:
+
+class _RequestRefused(RequestError):
+    """The server refused a request, for a reason that concerns its form.
+
+    Attributes:
+        refusal: Its answer, as it was read.
+        redirected_to: The address that it was sent on to; empty where it was not.
+    """
+
+    def __init__(self, message: str, refusal: Refusal, redirected_to: str) -> None:
         super().__init__(message)
         self.refusal = refusal
+        self.redirected_to = redirected_to
 
 
 class _PromptRejected(Exception):
@@ -969,16 +986,16 @@ class Endpoint(Backend):
         if refusal.kind == "overflow":
             return _PromptRejected(OVERFLOW, refusal.limit)
         if refusal.kind == "key":
-            allowed = "a variable with a key of that server"
-            hint = f"export {config.key_env}=KEY, or name another with model.key_env ({message})"
-            return UserError("model.key_env", config.key_env, allowed, hint)
+            return key_error(config, message)
         if refusal.kind == "quota":
             allowed = f"a key of an account that may go on ({message})"
             hint = "add credit, or take another key; the same command goes on"
             return UserError("model.key_env", config.key_env, allowed, hint)
         if refusal.kind == "model":
             return self._no_model(message)
-        return _RequestRefused(message, refusal)
+        response = error.response
+        redirected_to = str(response.url) if response.history else ""
+        return _RequestRefused(message, refusal, redirected_to)
 
     def _no_model(self, message: str) -> UserError:
         """Return the error that the server has no model of that name; ``message`` is what the server said."""
@@ -1005,7 +1022,13 @@ class Endpoint(Backend):
             return self._no_model(str(error))
         others = [api for api in ("completions", "chat") if api not in apis]
         hints = []
-        if not str(config.base_url).rstrip("/").endswith("/v1"):
+        address = str(config.base_url).rstrip("/")
+        # A request that is redirected may lose its content.
+        if error.redirected_to:
+            hints.append(f"set model.base_url={ROUTE.sub('', error.redirected_to)}")
+        elif ROUTE.search(address):
+            hints.append(f"set model.base_url={ROUTE.sub('', address)}")
+        elif not address.endswith("/v1"):
             hints.append("most addresses end in /v1: add it")
         if others:
             hints.append(f"set model.api={others[0]}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posbench import paths
+from posbench.backends.served import ROUTE
 from posbench.errors import UserError, choices
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.schema import default_values, resolve_target
@@ -69,8 +70,6 @@ ENGINES = ("hf", "hf-auto", "huggingface", "vllm", "sglang", "openai", "posbench
 """Values of ``--model`` that name an engine, not a model."""
 SERVED_BACKENDS = ("local-completions", "local-chat-completions", "openai-completions")
 """Values of ``--model`` that name an API of a server, not a model."""
-ROUTE = re.compile(r"/(chat/)?completions/?$")
-"""End of a base_url in the harness; posbench's base_url lacks it."""
 DEFAULT_TASK = "kv_retrieval"
 """The task of a run that names none."""
 FIRST_WORDS = ("run", "eval", "evaluate")

@@ -223,7 +223,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             hint = "run a task of posbench: posbench task=nq_multidoc method=NAME"
             raise UserError("model_args.method", method, allowed, hint)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
-            template = CHAT_TEMPLATES[model.chat_template].read_text()
+            template = CHAT_TEMPLATES[model.chat_template].read_text("utf-8")
             self.lm.tokenizer.chat_template = template.rstrip("\n")
         max_length = harness.max_length
         if max_length is None and self.lm.context_window < UNLIMITED_WINDOW:

@@ -82,7 +82,7 @@ def _facts(kind: str, file: Path) -> dict[str, object]:
         cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
         return {column: getattr(cls, column) for column in TASK_COLUMNS}
     if kind != "experiments":
-        return {"what": _first_sentence(file.read_text()) or data.get("path")}
+        return {"what": _first_sentence(file.read_text("utf-8")) or data.get("path")}
     experiment = data.get("experiment") or {}
     needs = ""
     if trains_networks(data):

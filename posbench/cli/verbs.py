@@ -204,7 +204,7 @@ def _all_choices() -> list[list[str]]:
     for group in paths.GROUPS:
         for name in choices(*paths.group_folders(group)):
             file = paths.find_choice(group, name)
-            leaves_open = file is not None and "???" in file.read_text()
+            leaves_open = file is not None and "???" in file.read_text("utf-8")
             if not leaves_open and not (group == "task" and name in USERS_TASKS):
                 choice = f"{group}={name}"
                 commands.append([choice, *_required_overrides(group, name)])

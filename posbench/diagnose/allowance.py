@@ -132,8 +132,11 @@ class Allowance:
 
     def words(self, is_served: bool) -> str:
         """Use so far, in words; the tokens of a model in process are those of this session."""
-        parts = [f"{self.prompts:,} prompts", f"{self.read + self.written:,} tokens"]
-        if self.usd is not None:
+        parts = [f"{self.prompts:,} prompts"]
+        # Some servers count no tokens.
+        if self.read:
+            parts.append(f"{self.read + self.written:,} tokens")
+        if self.usd is not None and (self.paid.read or not self.paid.prompts):
             parts.append(money(self.usd))
         parts.append(duration(self.watch.seconds))
         if is_served:

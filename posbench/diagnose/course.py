@@ -36,7 +36,7 @@ from posbench.files.secrets import without_typed_secrets
 from posbench.methods.choice import MethodChoice
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import folder_name, read_flags
-from posbench.pipeline.budget import suggested_budget
+from posbench.pipeline.budget import need_counted, suggested_budget
 from posbench.pipeline.config import Config
 from posbench.pipeline.served import estimate_served, need_consent
 from posbench.report.folder import read_csv, read_json, study_tables
@@ -156,7 +156,7 @@ class Course:
             raise UserError("task.positions", positions, allowed, "leave it out")
         model = self.runs.config.model
         self.allowance.price = model.price
-        budget.need_price(model.price)
+        need_counted(self.runs.config, budget)
         self.diagnosis.model = model.name if model.in_process else model.server_name
         self.diagnosis.task = task.name
 

@@ -48,7 +48,7 @@ class Export(Format):
         config.save_pretrained(folder)
         published = Path(fix.files) / "config.json"
         if fix.files and published.is_file():
-            data = json.loads(published.read_text())
+            data = json.loads(published.read_text("utf-8"))
             _set_rope(data, config, change)
             write_json(folder / "config.json", data)
         fix.copy_published(folder)

@@ -107,11 +107,11 @@ class Export(Format):
             },
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        text = (CODE / f"{code}.py").read_text()
+        text = (CODE / f"{code}.py").read_text("utf-8")
         # The shipped code is written for Llama; other families have the same interface.
         text = text.replace("LlamaConfig", type(model.config).__name__)
         text = text.replace("LlamaForCausalLM", type(model).__name__)
-        (folder / f"{MODULE}.py").write_text(text)
+        (folder / f"{MODULE}.py").write_text(text, "utf-8")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """See :meth:`Format.read`; in a process that cannot import posbench."""

@@ -82,7 +82,7 @@ class Export(Format):
         """
         model_type = fix.lm.model.config.model_type
         package = package_name(fix)
-        text = (CODE / "vllm_layers.py").read_text()
+        text = (CODE / "vllm_layers.py").read_text("utf-8")
         # The shipped code names Llama, and scales no layer: here are the model's class and the layers' scales.
         text = text.replace(
             "models.llama import LlamaForCausalLM",
@@ -90,12 +90,12 @@ class Export(Format):
         )
         text = text.replace("SCALES = (1.0,)", f"SCALES = {layer_scales(fix)}")
         (folder / package).mkdir()
-        (folder / package / "model.py").write_text(text)
+        (folder / package / "model.py").write_text(text, "utf-8")
         templates = {f"{package}/__init__.py": REGISTER, "pyproject.toml": PROJECT}
         for name, template in templates.items():
             text = template.replace("PACKAGE", package)
             text = text.replace("MODEL", architecture_name(fix))
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, "utf-8")
 
     def missing(self) -> str:
         """Return why the files cannot be verified here: vLLM is not installed; empty if it is."""

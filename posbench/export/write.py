@@ -325,7 +325,7 @@ def card(
         facts: Where it comes from.
         comparison: Of the files with the method.
     """
-    source = (paths.PACKAGE / "export" / "card.md.j2").read_text()
+    source = (paths.PACKAGE / "export" / "card.md.j2").read_text("utf-8")
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )

@@ -105,7 +105,7 @@ def machine_id() -> str:
     """A short id of this machine or container, within which a process number means one process."""
     name = socket.gethostname()
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         name = f"{name} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
     return hashlib.sha256(name.encode()).hexdigest()[:8]
 

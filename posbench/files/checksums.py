@@ -75,7 +75,7 @@ def _cache_file(file: Path) -> Path | None:
 def _cached_hash(cache_file: Path, current_stamp: tuple[int, ...]) -> str:
     """The cached hash; empty where there is none, or the file changed since."""
     try:
-        entry = parse_json(cache_file.read_text())
+        entry = parse_json(cache_file.read_text("utf-8"))
         unchanged = tuple(entry["stamp"]) == current_stamp
         checksum = str(entry["sha256"])
     except (OSError, ValueError, KeyError, TypeError):

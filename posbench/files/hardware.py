@@ -18,7 +18,7 @@ def describe_hardware() -> str:
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for line in info.read_text().splitlines():
+        for line in info.read_text("utf-8").splitlines():
             if line.startswith("model name"):
                 processor = line.split(":", 1)[1].strip()
                 break

@@ -380,7 +380,8 @@ def read_usage(answer: Mapping[str, Any]) -> _Usage:
         usage: _Usage = check_shape(answer.get("usage") or {}, _Usage, "usage", "")
     except UserError as error:
         raise RequestError(f"{error.field} that is {error.value!r}") from error
-    return usage
+    # No prompt has 0 tokens: a server that says so does not count.
+    return usage if usage.prompt_tokens != 0 else _Usage()
 
 
 def reported_model(answer: Mapping[str, Any]) -> str:

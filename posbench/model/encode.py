@@ -198,7 +198,7 @@ class Encoder:
         settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
         template_file = CHAT_TEMPLATES.get(self.chat_template)
         if template_file is not None:
-            settings["chat_template"] = template_file.read_text().rstrip("\n")
+            settings["chat_template"] = template_file.read_text("utf-8").rstrip("\n")
         if system:
             messages = [
                 {"role": "system", "content": system},

@@ -26,7 +26,7 @@ def has_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
     """
     if not cpu_info.is_file():
         return False
-    for line in cpu_info.read_text().splitlines():
+    for line in cpu_info.read_text("utf-8").splitlines():
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features") and BFLOAT16_FLAGS & {*flags.split()}:
             return True

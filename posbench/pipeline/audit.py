@@ -388,7 +388,7 @@ def _faults_of_files(
     faults = []
     for name in {*remade_files, *evaluate.SCORE_TABLES}:
         file = run.out.path / name
-        text = file.read_text() if file.is_file() else None
+        text = file.read_text("utf-8") if file.is_file() else None
         remade = remade_files.get(name)
         # Both are None where a table is neither there nor follows from the rows.
         if text == remade:

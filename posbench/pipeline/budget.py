@@ -268,6 +268,23 @@ def choose(
 # Refusals
 
 
+def need_counted(config: Config, budget: Budget) -> None:
+    """Refuse a budget of money or tokens that nobody would count.
+
+    Raises:
+        UserError: States why, and what to set instead.
+    """
+    model = config.model
+    budget.need_price(model.price)
+    if budget.usd and model.price and not any(model.price):
+        allowed = "a time, prompts or tokens: at the price 0 nothing is spent"
+        raise UserError("budget", budget.text, allowed, "set budget=3Mtok")
+    counts_tokens = config.server is None or config.server.counts_tokens
+    if not model.in_process and (budget.usd or budget.tokens) and not counts_tokens:
+        allowed = f"a time or prompts: {model.base_url or model.name} does not tell the tokens of a request"
+        raise UserError("budget", budget.text, allowed, "set budget=500prompts")
+
+
 def check_budget(config: Config) -> None:
     """Refuse a budget where the cost of the run cannot be known in advance, or not in the budget's unit.
 
@@ -285,15 +302,7 @@ def check_budget(config: Config) -> None:
             allowed = f"null where study {name} and {' and '.join(sorted(row_stages))} share a run"
             hint = "run the study alone: stages=[study,report]"
         raise UserError("budget", budget.text, allowed, hint)
-    model = config.model
-    budget.need_price(model.price)
-    if budget.usd and model.price and not any(model.price):
-        allowed = "a time, prompts or tokens: at the price 0 nothing is spent"
-        raise UserError("budget", budget.text, allowed, "set budget=3Mtok")
-    counts_tokens = config.server is None or config.server.counts_tokens
-    if not model.in_process and (budget.usd or budget.tokens) and not counts_tokens:
-        allowed = f"a time or prompts: {model.base_url or model.name} does not tell the tokens of a request"
-        raise UserError("budget", budget.text, allowed, "set budget=500prompts")
+    need_counted(config, budget)
     if budget.seconds and config.runtime.workers > 1:
         allowed = (
             "a number of prompts where processes share out a run (runtime.workers)"

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NO_METHOD = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
-MAX_NAME_BYTES = 80
-"""Limit for each of the three names in a folder's name, which also has a hash and at most 255 bytes."""
+MAX_NAME_BYTES = 76
+"""Limit for each of the three names in a folder's name: with a hash and the ends of scratch files at most 255."""
 SURROGATES = re.compile("[\ud800-\udfff]")
 """Code points with which Python represents bytes of the command line that are not UTF-8."""
 
@@ -378,7 +378,7 @@ def _need_folder_names(config: Config) -> None:
     for group, name in names.items():
         too_long = len(str(name).encode()) > MAX_NAME_BYTES
         if too_long or not re.fullmatch(r"\w[\w.-]*", str(name)):
-            allowed = "letters, digits, . _ -, at most 80 of them"
+            allowed = f"letters, digits, . _ -, at most {MAX_NAME_BYTES} of them"
             raise UserError(f"{group}.name", name, allowed, f"set {group}.name=mine")
 
 

@@ -498,10 +498,13 @@ def _git_commit() -> str | None:
     if not (checkout / ".git").exists():
         return None
     describe = ["describe", "--always", "--dirty", "--abbrev=12"]
-    answer = subprocess.run(
-        ["git", "-C", str(checkout), *describe],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(checkout), *describe],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # git is not installed
+        return None
     return answer.stdout.strip() or None

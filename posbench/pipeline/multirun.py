@@ -280,7 +280,10 @@ def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Return the records that jobs left in a folder, in order."""
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("job-*.json"))]
+    return [
+        json.loads(file.read_text("utf-8"))
+        for file in sorted(folder.glob("job-*.json"))
+    ]
 
 
 @contextmanager

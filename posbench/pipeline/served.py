@@ -37,6 +37,7 @@ from posbench.backends.served import (
     Endpoint,
     ProbeTimeOver,
     is_on_this_machine,
+    key_error,
 )
 from posbench.errors import MachineError, UserError
 from posbench.measure.replies import encode_untruncated
@@ -435,6 +436,8 @@ def _with_name(
             allowed = "the address of an API: this one answers with no JSON"
             hint = "end the address with /v1 if that is missing"
             raise UserError("model.base_url", model.base_url, allowed, hint)
+        if listing_problem.startswith(("HTTP 401", "HTTP 403")):
+            raise key_error(model, listing_problem)
         if listing_problem:
             allowed += f" ({listing_problem})"
             hint += ", or repeat the command when the server is ready"

@@ -97,6 +97,18 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "path",  # letters look the same without our font
     "svg.hashsalt": "posbench",  # ids of parts: the same figure has the same
 }
+FONTS = (
+    "DejaVu Sans",
+    # For what it lacks: Chinese, Japanese and Korean.
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Microsoft YaHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+)
+"""Fonts of a figure, as far as this machine has them; a letter is of the first that has it."""
 VEGA = "vl.json"
 """The format of a Vega-Lite specification, as its files end."""
 FORMATS = ("svg", "png", "pdf", VEGA)
@@ -119,11 +131,14 @@ ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
 
 def _style() -> AbstractContextManager[None]:
+    from matplotlib.font_manager import fontManager
     from matplotlib.rcsetup import cycler
     from matplotlib.style import context
 
+    installed = {font.name for font in fontManager.ttflist}
+    fonts = [name for name in FONTS if name in installed]
     cycle = cycler(color=COLOURS)
-    return context(["default", STYLE, {"axes.prop_cycle": cycle}])
+    return context(["default", STYLE, {"axes.prop_cycle": cycle, "font.family": fonts}])
 
 
 styled = run_inside(_style)

@@ -55,12 +55,15 @@ class _Terminal(Console):
         raise BrokenPipeError
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Print, which is a sign of life; text is broken between words on a terminal, and not at all elsewhere."""
+        """Print, which is a sign of life; text is broken between words on a terminal, and not at all elsewhere.
+
+        With ``no_wrap`` it is broken nowhere.
+        """
         plain = [_plain_text(text) for text in objects]
         if plain and None not in plain:
-            settings["soft_wrap"] = True
-            if self.is_terminal:
+            if self.is_terminal and not settings.get("no_wrap"):
                 objects = tuple(wrap_words(text or "", self.width) for text in plain)
+            settings["soft_wrap"] = True
         super().print(*objects, **settings)
         sign_of_life()
 
@@ -100,7 +103,7 @@ def show_glance(console: Console, glance: Glance) -> None:
 
 def show_next(console: Console, step: str) -> None:
     """Print ``next: step`` unbroken: the first line of a broken command is another command."""
-    console.print(f"next: {step}", soft_wrap=True)
+    console.print(f"next: {step}", no_wrap=True, soft_wrap=True)
 
 
 def show_link(console: Console, label: str, page: Path) -> None:

@@ -198,7 +198,8 @@ def _is_held(file: Path) -> bool:
         return True  # freed, or taken over, at this moment
     except (ValueError, UserError):
         pass  # it is being written, or its process died over that
-    if machine is not None and machine == machine_id() and os.name == "posix":
+    # Without its start (as on macOS) another process that has its number by now would pass for it.
+    if machine is not None and machine == machine_id() and os.name == "posix" and start:
         return is_alive(pid, start)
     # A new file has the file server's present time, as clocks of machines differ.
     with tempfile.TemporaryFile(dir=file.parent) as probe:
@@ -229,6 +230,6 @@ def process_start(pid: int) -> str:
     """
     with suppress(OSError):
         # After the command's name, which may contain spaces: state first, start time as the 20th.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     return ""

@@ -270,7 +270,7 @@ class Search(ABC):
                 folder.write_rows(name, sibling.rows(name))
             elif name == FOUND_FILE:
                 # The verdict is on the sibling's evaluation.
-                text = (sibling.path / name).read_text()
+                text = (sibling.path / name).read_text("utf-8")
                 write_text(folder.path / name, _without_verdict(text))
             else:
                 write_bytes(folder.path / name, (sibling.path / name).read_bytes())
@@ -299,7 +299,7 @@ class Search(ABC):
             line += "; the stages that follow run with what it found all the same"
         run.console.print(line)
         if "evaluate" not in run.stages:
-            text = _without_verdict((run.out.path / FOUND_FILE).read_text())
+            text = _without_verdict((run.out.path / FOUND_FILE).read_text("utf-8"))
             run.console.print(f"paste into the model's YAML:\n\n{text}")
 
     def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,7 +438,7 @@ def note_verdict(folder: RunDir, verdict: Verdict | None) -> None:
     file = folder.path / FOUND_FILE
     if not file.is_file():
         return
-    text = _without_verdict(file.read_text())
+    text = _without_verdict(file.read_text("utf-8"))
     if verdict is not None:
         typed = typed_in_place(folder.read_json(METHOD_FILE))
         ending = f"; not with these: {typed}" if typed else ""

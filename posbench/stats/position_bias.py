@@ -389,8 +389,8 @@ def statistic_rows(
         floor = (notes or {}).get(method, "")
         floor = floor or floor_note(positions, average, chance, questions)
         note = floor or ceiling_note(positions, questions)
-        if questions < 2 and not note:
-            note = f"{TOO_FEW}: one at each gold position shows no noise"
+        if questions < 3 and not note:
+            note = f"{TOO_FEW}: one or two at each gold position do not show the noise"
         # The gap that chance alone gives, for comparison.
         gaps = shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])

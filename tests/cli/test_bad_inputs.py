@@ -269,7 +269,7 @@ BARE = [
         ["model.name=../x"],
         "model.name",
         "../x",
-        ("letters", "80"),
+        ("letters", "76"),
         "model.name=mine",
     ),
     (
@@ -710,7 +710,7 @@ BARE = [
         ["model.name=" + "x" * 230],
         "model.name",
         "x" * 230,
-        "80",
+        "76",
         "model.name=mine",
     ),
     (

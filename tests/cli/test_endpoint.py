@@ -707,6 +707,31 @@ def test_a_wrong_model_is_told_with_those_of_the_server(posbench: Call) -> None:
     )
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_wants_a_key_says_so_with_its_list(
+    posbench: Call, status: int
+) -> None:
+    with serving() as server:
+        server.list_refusal = status
+        refused_run = posbench(f"model.base_url={server.url}", *TASK)
+    assert_refused(
+        refused_run.err, "model.key_env", "OPENAI_API_KEY", allowed="key", hint="export"
+    )
+
+
+def test_an_address_that_is_not_where_the_api_is_has_its_own_step(
+    posbench: Call,
+) -> None:
+    with serving() as server, serving() as other:
+        whole = f"{server.url}/chat/completions"
+        named = posbench(*served(whole, "model.api=chat"))
+        server.moved_to = other.url.removesuffix("/v1")
+        moved = posbench(*served(server.url))
+    assert named.status == moved.status == 2
+    assert_line_names(named.err, f"set model.base_url={server.url};")
+    assert_line_names(moved.err, f"set model.base_url={other.url};")
+
+
 def test_a_run_says_and_records_how_the_server_decodes(
     posbench: Call, outputs: Path
 ) -> None:

@@ -20,7 +20,14 @@ from posbench.report.folder import read_csv
 from posbench.stats.verdict import run_verdict
 from tests.conftest import Result
 from tests.messages import assert_line_names, assert_refused
-from tests.server import Server, gold_position, right_value, serving
+from tests.server import (
+    Server,
+    gold_position,
+    is_question,
+    prompt_of,
+    right_value,
+    serving,
+)
 
 PAIRS = 8
 TASK = (
@@ -284,6 +291,18 @@ def test_a_server_that_reads_no_prompt_is_no_traceback(
     assert_line_names(result.out, "next", "window")
     (pilot,) = found["pilots"]
     assert pilot["average"]["value"] is None and pilot["missing"] == 18
+
+
+@pytest.mark.parametrize("count", [None, lambda characters: 0])
+@pytest.mark.parametrize("budget", ["1usd", "900ktok"])
+def test_a_budget_that_nobody_counts_is_refused(
+    posbench: Callable[..., Result], server: Server, count: Any, budget: str
+) -> None:
+    server.count_tokens = count
+    price = ("model.price=[1,2]", "--yes")
+    result = posbench("diagnose", server.url, *TASK, *price, f"budget={budget}")
+    assert_refused(result.err, "budget", budget, allowed="prompts", hint="500prompts")
+    assert not any(is_question(prompt_of(body)) for body in server.bodies)
 
 
 def test_requests_that_fail_for_good_are_one_line(

@@ -390,3 +390,11 @@ def test_the_threads_of_a_run_are_its_own_whatever_ran_before(
             assert torch.get_num_threads() == threads, overrides
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_checkout_without_git_on_this_machine_has_no_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    identity._git_commit()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert identity._git_commit() is None

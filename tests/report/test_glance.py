@@ -596,10 +596,15 @@ def test_the_head_of_a_page_escapes_names(tmp_path: Path) -> None:
     assert _on_page(page) == ("bias", glance.sentence)
 
 
-def test_a_next_step_is_one_line_on_a_narrow_terminal() -> None:
+def test_a_next_step_is_one_line_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first line of a broken command would be another command."""
     stream = StringIO()
-    console = Console(file=stream, width=40, force_terminal=True)
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = make_console(width=40)
+    assert console.is_terminal
     step = "posbench model=tiny " + "task.pairs=20 " * 9 + "task.limit=5"
     glance = Glance("bias", "open", "It loses the middle.", next=step)
     show_glance(console, glance)

@@ -90,6 +90,10 @@ def test_the_dead_of_this_machine_are_known_at_once(tmp_path: Path) -> None:
     taken.free()
     _marked(tmp_path / "reused", machine, pid, str(int(start) - 1))
     assert not is_held(tmp_path / "reused")
+    # A machine that tells no start: its age tells.
+    for age, held in ((LEASE_SECONDS - 20, True), (LEASE_SECONDS + 20, False)):
+        _marked(tmp_path / f"{held}", machine, pid, "", age=age)
+        assert is_held(tmp_path / f"{held}") == held
 
 
 @pytest.mark.parametrize("record", [("another machine", 1, "5"), ()])

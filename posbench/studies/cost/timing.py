@@ -199,7 +199,7 @@ def applicable_methods(
 
 def shape_config(shape: str) -> PreTrainedConfig:
     """The config of a shape of ``shapes.yaml``."""
-    shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+    shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text("utf-8"))
     return transformers.AutoConfig.for_model(**shapes[shape])
 
 
