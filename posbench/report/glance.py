@@ -581,6 +581,10 @@ def gain_glance(facts: Mapping[str, Any], details: str) -> Glance:
         word, tone = "gains", "good"
         ends = f"from {facts['unmodified']:.3g} to {facts['found']:.3g}"
         sentence = f"What the search found {verb} the {measure} {ends} on {sample}."
+    elif held_back.harms(facts):
+        word = "harms"
+        verb = "raises" if measure == "loss" else "lowers"
+        sentence = f"What the search found {verb} the {measure} on {sample}."
     elif held_back.may_gain(facts):
         word, tone = CANNOT_TELL, "open"
         sentence = f"Whether what the search found helps cannot be told on {sample}."

@@ -219,6 +219,10 @@ def headline(
         summary = summary[:1].upper() + summary[1:]
     sentences = [*warnings, summary]
     texts = [f"{sentence}." for sentence in sentences if sentence]
+    if rows_at_positions(metrics)["gold_position"].nunique() == 2:
+        texts.append(
+            "A position bias takes three gold positions: set task.positions=[0%,50%,100%]."
+        )
     if verdict:
         text = f"Verdict: {verdict.name}"
         # A server that shortens prompts gives any model a bias.

@@ -200,7 +200,9 @@ class ChannelSearch(DeploySearch):
             reason = "variant=official skips 300 tokens"
         if not minimum <= self.length <= lm.context_window:
             allowed = f"from {minimum} ({reason}) to {lm.context_window} (context window of {lm.name})"
-            hint = f"set search.length={lm.context_window}, or shorten search.window"
+            hint = f"set search.length={lm.context_window}"
+            if self.variant != "official":
+                hint += ", or shorten search.window"
             if minimum > lm.context_window and self.variant != "official":
                 allowed = f"{minimum} or more ({reason}), which the window of {lm.name} does not hold"
                 hint = "lower search.skip or search.window"

@@ -93,6 +93,11 @@ def may_gain(facts: Mapping[str, Any]) -> bool:
     return shows_no_gain(facts) and facts["ci_high"] >= _smallest_gain(facts)
 
 
+def harms(facts: Mapping[str, Any]) -> bool:
+    """Whether a check shows that what was found is worse, with an interval below zero."""
+    return was_checked(facts) and facts["ci_high"] < 0
+
+
 def _smallest_gain(facts: Mapping[str, Any]) -> float:
     """The smallest gain worth naming."""
     return SMALLEST_LOSS_GAIN if facts["measure"] == "loss" else SMALLEST_SCORE_GAIN
@@ -124,6 +129,9 @@ def summary_line(facts: Mapping[str, Any]) -> str:
         verdict = f"the search {change} the {facts['measure']}"
     elif facts["ci_low"] == facts["ci_high"] == 0:
         verdict = "the search gains nothing, as what it found changes nothing"
+    elif harms(facts):
+        change = "raises" if facts["measure"] == "loss" else "lowers"
+        verdict = f"what the search found {change} the {facts['measure']}"
     elif may_gain(facts):
         verdict = f"cannot tell whether the search gains {smallest:g} or more"
     else:

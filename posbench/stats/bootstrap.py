@@ -247,14 +247,15 @@ def statistic(
         resamples: Number of draws R.
 
     Returns:
-        The estimate; its n is the size of the first group.
+        The estimate; its n is the size of the first group. Where a group has a single cluster there is no interval.
     """
     means = resampled(groups, stratified=False, resamples=resamples)
     value = function({key: np.array([mean]) for key, (mean, _) in means.items()})[0]
     resampled_values = function({key: draws for key, (_, draws) in means.items()})
-    clusters = set[str]().union(*(names for _, names in groups.values()))
+    clusters = [set(names) for _, names in groups.values()]
+    num_clusters = len(set.union(*clusters)) if min(map(len, clusters)) > 1 else 1
     first_values, _ = next(iter(groups.values()))
-    return percentile(value, resampled_values, len(first_values), len(clusters))
+    return percentile(value, resampled_values, len(first_values), num_clusters)
 
 
 def difference(

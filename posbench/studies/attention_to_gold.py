@@ -109,7 +109,7 @@ class AttentionToGold(shared.GoldStudy):
     smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
 
     examples: Several | None = 100
-    items: tuple[int, ...] | None = None
+    items: tuple[Several, ...] | None = None
     layers: tuple[int, ...] | None = None
     head_layer: int | None = None
     least: float = SMALLEST_SHARE
@@ -503,9 +503,11 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     correlation = Estimate(rho, low, high, len(examples))
     link = Finding.above(*LINK, correlation, SMALLEST_SHARE, note)
     # The interval is of other questions at the same positions; two unrelated curves may have one order there, too.
-    by_chance = permuted if link.verdict == "holds" else 1 - permuted
-    if link.verdict in ("holds", "contradicted") and by_chance > ALPHA:
-        link = link.inconclusive("so few positions may have this order by chance")
+    by_chance = min(2 * (permuted if link.verdict == "holds" else 1 - permuted), 1)
+    if link.verdict in ("holds", "contradicted"):
+        link = Finding.above(*LINK, correlation, SMALLEST_SHARE, note, by_chance)
+        if by_chance > ALPHA:
+            link = link.inconclusive("so few positions may have this order by chance")
     if len(score) < MIN_RANKED_POSITIONS:
         few = f"{len(score)} gold positions, of which one order in {math.factorial(len(score))} is right by chance"
         link = link.not_testable(f"{few}: ask {MIN_RANKED_POSITIONS} or more")

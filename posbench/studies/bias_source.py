@@ -384,7 +384,7 @@ def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
         ["variant", "gold_position", "depth"], sort=False
     ):
         losses = rows["loss"].to_numpy()
-        mean = bootstrap.mean(losses, list(rows["cluster"]), of_scores=False)
+        mean = bootstrap.difference(losses, list(rows["cluster"]))
         table.append(
             {
                 "variant": variant,

@@ -339,6 +339,7 @@ class OrderStudy(Study):
         table = _policy_table(race, scores, rows, prepared, remaining)
         for row in table:
             row["use"] = verdict.name == USE and row["name"] == verdict.policy
+            row["leads"] = row["name"] == leader
         log = getattr(run.task, "log", None)
         facts = {
             "verdict": verdict.name,
@@ -457,9 +458,9 @@ class OrderStudy(Study):
         """See :meth:`Study.glance`: the policy to use, or the one with the largest gain."""
         policies = tables["policies"]
         # A run of an earlier version has no such columns.
-        known = {"missing": 0.0, "same_as": ""} | dict(policies)
+        known = {"missing": 0.0, "same_as": "", "leads": False} | dict(policies)
         policies = policies.assign(
-            **{name: known[name] for name in ("missing", "same_as")}
+            **{name: known[name] for name in ("missing", "same_as", "leads")}
         )
         changed = policies[policies["name"] != AS_RETRIEVED]
         same_as = changed["same_as"]
@@ -476,7 +477,10 @@ class OrderStudy(Study):
                 return Glance("cannot tell", "open", sentence, details=details)
             return None
         used = others[others["use"]]
-        best = others.loc[others["difference"].idxmax()] if used.empty else used.iloc[0]
+        # Not the largest difference: policies that dropped out were asked fewer questions.
+        leading = others[others["leads"]] if used.empty else used
+        best = others.loc[others["difference"].idxmax()]
+        best = best if leading.empty else leading.iloc[0]
         gain = bootstrap.Estimate(
             best["difference"],
             best["difference_low"],

@@ -283,10 +283,9 @@ class Remedies(TimingStudy):
             best["difference_high"],
             int(best["n"]),
         )
-        statistic = (
-            f"{best['method']} minus unmodified, points of the average, {_time_in_words(best)}; "
-            f"of {len(raced)} remedies, the interval for all together"
-        )
+        statistic = f"{best['method']} minus unmodified, points of the average, {_time_in_words(best)}"
+        if len(raced) > 1:
+            statistic += f"; of {len(raced)} remedies, the interval for all together"
         claim = "a remedy raises the average"
         return [Finding.above(claim, statistic, points, 0.0).control()]
 

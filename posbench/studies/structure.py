@@ -210,6 +210,8 @@ class Structure(Study):
         direction = Finding.above(
             *DIRECTION, effects["direction"], SMALLEST_POINTS / 100
         )
+        if effects["favoured"].value == effects["disfavoured"].value:
+            direction = direction.not_testable("structure alone favours no position")
         nearer = Finding.above(*RESIDUAL, effects["nearer_to_gradient"], SMALLEST_SHARE)
         cause = _cause_finding(effects, direction, tables["structure_scores"])
         return [direction, nearer, cause]
@@ -237,7 +239,7 @@ class Structure(Study):
             sentence,
             numbers,
             details=details,
-            sample=f"{effects['direction'].n:,} prompts",
+            sample=f"{effects['direction'].n:,} prompts at the two positions, {effects['lead'].n:,} at all",
             rule="Lead: score at the position that is predicted less behind text, minus the mean of the others.",
         )
 
@@ -492,7 +494,7 @@ def _effects(measured: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
     positions = scores["gold_position"].unique()
     predicted = _predictions(plain)[positions]
     predicted_behind_text = _predictions(behind_text)[positions]
-    curve = predicted.mean()
+    curve = predicted.mean().round(9)  # equal ones differ by rounding
     favoured, disfavoured = curve.idxmax(), curve.idxmin()
     lowered = (predicted_behind_text.mean() / curve).idxmin()
     before, after = predicted[lowered], predicted_behind_text[lowered]
@@ -561,7 +563,9 @@ def _cause_finding(
     )
     moved = Finding.above(*CAUSE, effects["lead_lost_over_bound"], 0.0, note)
     best = scores.groupby("front")["score"].max()
-    if not effects["lead"].ci_low > 0:
+    if direction.verdict == "not testable":
+        moved = moved.not_testable("nothing is predicted")
+    elif not effects["lead"].ci_low > 0:
         moved = moved.not_testable(
             "the gold position whose prediction the text lowers most has no sure lead"
         )
@@ -593,6 +597,11 @@ def conclude(direction: str, cause: str) -> tuple[str, Tone, str]:
     if direction == "contradicted":
         sentence = "The position that structure alone favours is not answered better than the one it disfavours."
         return "not the direction", "bad", sentence
+    if direction == "not testable":
+        sentence = (
+            "Structure alone favours no gold position, so that it predicts no bias."
+        )
+        return "no prediction", "open", sentence
     sentence = "Whether the position that structure alone favours is answered better cannot be told."
     return "cannot tell", "open", sentence
 

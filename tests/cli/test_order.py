@@ -566,6 +566,12 @@ def test_policies_that_no_reply_was_read_under_are_named() -> None:
     assert "best_last" not in glance.sentence
     assert_names(glance.rule, "all 2 policies")
     assert_names(glance.details, "prompt_twice")
+    # One that dropped out early has a larger difference, of other questions.
+    leading = table[:2].assign(difference=[0.0, 5.0], leads=[False, True])
+    early = table[3:].assign(difference=9.0, same_as=None, leads=False)
+    glance = OrderStudy().glance({"policies": pd.concat([leading, early])})
+    assert glance is not None
+    assert_names(glance.sentence, "best_last")
     unread = table[table["name"].isin(["as_retrieved", "prompt_twice"])]
     glance = OrderStudy().glance({"policies": unread})
     assert glance is not None and glance.word == "cannot tell"

@@ -71,6 +71,15 @@ def test_headline_says_no_more_than_the_interval(
     assert_names(result, "scale_channel", *named)
 
 
+def test_two_gold_positions_are_said_to_show_no_bias() -> None:
+    frame = metrics("none")
+    positions = frame["gold_position"].unique()
+    inner = [p for p in positions if p != "all"][1:-1]
+    step = "task.positions=[0%,50%,100%]"
+    assert step not in headline(frame)
+    assert step in headline(frame[~frame["gold_position"].isin(inner)])
+
+
 def test_headline_without_method_without_comparison_and_without_metrics() -> None:
     alone = headline(metrics("none"))
     assert alone.endswith(

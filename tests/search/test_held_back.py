@@ -182,7 +182,7 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
     [
         ([0.1, 0.2] * 20, "the search lowers the loss"),
         ([0.01, 0.011] * 20, "the search gains nothing worth naming (0.02 or more)"),
-        ([-0.1, -0.2] * 20, "the search gains nothing worth naming (0.02 or more)"),
+        ([-0.1, -0.2] * 20, "what the search found raises the loss"),
         ([0.5, -0.45] * 20, "cannot tell whether the search gains 0.02 or more"),
     ],
 )
@@ -195,6 +195,7 @@ def test_a_gain_has_a_smallest_size(gains: list[float], beginning: str) -> None:
     assert held_back.shows_no_gain(facts) == ("lowers" not in beginning)
     # The page's first word is that of the line: what cannot be told is no "no".
     words = {"the search lowers": "gains", "the search gains": "no gain"}
+    words["what the search"] = "harms"
     glance = gain_glance(facts, "")
     assert glance.word == words.get(" ".join(beginning.split()[:3]), "cannot tell")
     assert (glance.tone == "open") == beginning.startswith("cannot tell")

@@ -120,6 +120,10 @@ def test_a_statistic_of_two_groups_keeps_questions_paired() -> None:
     assert np.isnan(
         statistic({"x": ([1.0, 2.0], ["q", "q"])}, lambda m: m["x"], resamples=100)[1:3]
     ).all()
+    # One question at each of two places, as with a limit of 1.
+    ones = {"x": ([1.0], ["q"]), "y": ([3.0], ["r"])}
+    alone = statistic(ones, lambda m: m["x"] - m["y"], resamples=100)
+    assert alone.value == -2 and np.isnan(alone[1:3]).all()
 
 
 def test_a_stratified_draw_keeps_the_size_of_every_group() -> None:

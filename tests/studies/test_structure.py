@@ -226,7 +226,12 @@ def test_what_the_study_refuses(
 
 
 def verdicts(
-    direction: float, lead: float, after: float, moved: float = 1.0, best: float = 1.0
+    direction: float,
+    lead: float,
+    after: float,
+    moved: float = 1.0,
+    best: float = 1.0,
+    disfavoured: int = 11,
 ) -> tuple[str, str, str]:
     """Verdicts on direction and cause, and the note on the cause, of a study with intervals of +-0.1.
 
@@ -236,8 +241,11 @@ def verdicts(
         after: The same behind the text.
         moved: What the prediction loses beyond a third.
         best: Best score behind the text.
+        disfavoured: Gold position with the least influence under structure alone; 0 has the most.
     """
     values = {
+        "favoured": 0,
+        "disfavoured": disfavoured,
         "direction": direction,
         "lead": lead,
         "lead_behind_text": after,
@@ -274,6 +282,13 @@ def test_a_bias_is_structural_only_if_prediction_and_score_both_move() -> None:
     assert (direction, cause) == ("contradicted", "contradicted")
     assert study.conclude(direction, cause)[0] == "not the direction"
     assert verdicts(0.05, 0.6, 0.1)[:2] == ("inconclusive", "inconclusive")
+
+
+def test_without_a_prediction_there_is_no_verdict_on_it() -> None:
+    """PINE reads all items alike: no gold position can be compared with itself."""
+    direction, cause, _ = verdicts(0.0, 0.6, 0.5, disfavoured=0)
+    assert (direction, cause) == ("not testable", "not testable")
+    assert study.conclude(direction, cause)[0] == "no prediction"
 
 
 def test_a_control_that_moves_nothing_decides_nothing() -> None:

@@ -18,6 +18,7 @@ from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.correlation import permutation_p
 from posbench.studies import prompts as shared
+from posbench.studies.bias_source import _by_position
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.messages import assert_refused, refused
@@ -324,6 +325,16 @@ def test_sources_of_a_bias_equal_losses_written_out(
         assert_same(effects[f"{variant}_over_bound"], over_bound, 3 * noise, "logits")
     for control in ("crop_other", "pe_to_end_other", "sink_other"):
         assert abs(effects[f"{control}_gain"]) > 1e-7, "the control does something"
+
+
+def test_small_losses_have_the_interval_of_numbers_and_not_of_shares() -> None:
+    losses = [0.1, 0.2, 0.3]
+    frame = pd.DataFrame({"loss": losses, "cluster": ["a", "b", "c"]})
+    frame = frame.assign(variant="none", gold_position=0, depth=0.0)
+    (row,) = _by_position(frame).to_dict("records")
+    half = 4.302653 * np.std(losses, ddof=1) / np.sqrt(3)
+    assert row["loss_ci_high"] - row["loss"] == pytest.approx(half)
+    assert row["loss"] - row["loss_ci_low"] == pytest.approx(half)
 
 
 @pytest.mark.parametrize(
