@@ -231,15 +231,19 @@ class Structure(Study):
         numbers = tuple(
             Number.of(name, effects[effect], "points", "+z.1f", 100)
             for effect, name in names.items()
+            if not np.isnan(effects[effect].value)
         )
         details = sentence_case(cause.note) if cause.note else ""
+        sample = f"{effects['lead'].n:,} prompts"
+        if effects["direction"].n:
+            sample += f", {effects['direction'].n:,} of them at those two positions"
         return Glance(
             word,
             tone,
             sentence,
             numbers,
             details=details,
-            sample=f"{effects['direction'].n:,} prompts at the two positions, {effects['lead'].n:,} at all",
+            sample=sample,
             rule="Lead: score at the position that is predicted less behind text, minus the mean of the others.",
         )
 
@@ -521,7 +525,9 @@ def _effects(measured: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
             "text_tokens": Estimate(text_tokens, np.nan, np.nan, len(plain)),
             "favoured": Estimate(favoured, np.nan, np.nan, len(plain)),
             "disfavoured": Estimate(disfavoured, np.nan, np.nan, len(plain)),
-            "direction": combined(at_positions, direction, n_direction),
+            "direction": combined(at_positions, direction, n_direction)
+            if direction.any()
+            else bootstrap.NO_ESTIMATE,
             "lowered": Estimate(lowered, np.nan, np.nan, len(plain)),
             "predicted": _mean(before, clusters),
             "predicted_behind_text": _mean(after, clusters),
