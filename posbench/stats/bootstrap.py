@@ -214,6 +214,9 @@ def quantiles(draws: Array, num_clusters: int) -> tuple[float, float]:
     if num_clusters < 2 or np.isnan(draws).all():
         return np.nan, np.nan
     share_beyond = tail(num_clusters)
+    if share_beyond * (len(draws) - 1) < 1:
+        # Between the two smallest draws there is nothing: an end there would be above zero where a draw is zero.
+        share_beyond = 0.0
     low, high = np.nanquantile(draws, [share_beyond, 1 - share_beyond])
     return float(low), float(high)
 

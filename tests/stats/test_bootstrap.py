@@ -126,6 +126,14 @@ def test_a_statistic_of_two_groups_keeps_questions_paired() -> None:
     assert alone.value == -2 and np.isnan(alone[1:3]).all()
 
 
+def test_an_interval_of_few_clusters_ends_at_a_draw() -> None:
+    """A position bias whose smallest draw is zero is not surely above zero."""
+    draws = np.r_[0.0, np.linspace(0.05, 0.6, 1999)]
+    assert quantiles(draws, 2) == (0.0, 0.6)
+    low, high = quantiles(draws, 30)
+    assert 0.05 < low < high < 0.6
+
+
 def test_a_stratified_draw_keeps_the_size_of_every_group() -> None:
     groups = {
         p: (list(range(p + 1)), [f"{p}-{i}" for i in range(p + 1)]) for p in range(3)
