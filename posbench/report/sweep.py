@@ -513,8 +513,9 @@ def _scores_glance(
     best = max(scored, key=lambda setting: setting.average.value)
 
     def in_words(setting: _Setting) -> str:
-        """The values of a setting with their key; those of several keys have theirs."""
-        return setting.name if "=" in setting.name else f"{label}={setting.name}"
+        """The values of a setting as typed: with their key; those of several keys have theirs."""
+        value = setting.name.removeprefix("seed ")
+        return value if "=" in value else f"{label}={value}"
 
     numbers = [_number(f"highest average ({in_words(best)})", best.average, "%")]
     worst = min(scored, key=lambda setting: setting.average.value)

@@ -134,3 +134,10 @@ def test_terminal_and_page_show_one_table(
     for average in ("76.7 [73.7, 79.7]", "70.0 [67.0, 73.0]"):
         assert average in printed and average in words
     assert "the average runs from 70.0 % (1) to 76.7 % (0)" in words
+
+
+def test_a_swept_seed_is_named_as_typed(tmp_path: Path) -> None:
+    rows = summary([0, 1]).rename(columns={"method.factor": "task.seed"})
+    rows.to_csv(tmp_path / "summary.csv", index=False)
+    page = sweep.render_sweep(tmp_path).read_text()
+    assert "(task.seed=0)" in page and "task.seed=seed" not in page
