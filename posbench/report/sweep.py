@@ -240,7 +240,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
         findings = read_csv(folder / "findings_summary.csv")
         if findings is None:
             return
-        glance = _verdicts_glance(findings)
+        glance = _verdicts_glance(folder, findings)
         console.print(glance.details)
         show_table(console, *verdict_table(_add_setting_to_model(findings)))
     else:
@@ -475,15 +475,23 @@ def _title_of_scores(scores: _Scores) -> str:
     )
 
 
-def _verdicts_glance(findings: pd.DataFrame) -> Glance:
+def _verdicts_glance(folder: Path, findings: pd.DataFrame) -> Glance:
     """The first look at a sweep whose runs judged claims and scored nothing.
 
     Args:
-        findings: Rows of findings_summary.csv.
+        folder: The sweep.
+        findings: Its findings_summary.csv.
     """
     glance = findings_glance(findings)
-    purpose = "puts the figures of all runs on one page"
-    return replace(glance, next="posbench report outputs", purpose=purpose)
+    failed, num_jobs = _failed_jobs(folder)
+    return replace(
+        glance,
+        next="posbench report outputs",
+        purpose="puts the figures of all runs on one page",
+        details=" ".join([glance.details, *_job_notes(folder)]),
+        # A verdict of the jobs that are left is not that of the sweep.
+        sample=f"{len(failed)} of {num_jobs} jobs failed" if failed else "",
+    )
 
 
 def _scores_glance(
@@ -668,14 +676,17 @@ def _word(verdicts: Sequence[str]) -> tuple[str, Tone, str]:
     return f"{word} in {count} of {len(verdicts)}", "open", word
 
 
+def _failed_jobs(folder: Path) -> tuple[list[str], int]:
+    """The overrides of each job of a sweep that failed, and the number of all its jobs."""
+    jobs = read_json(folder / JOBS, Objects) or []
+    failed = [" ".join(job["overrides"]) for job in jobs if not job["folder"]]
+    return failed, len(jobs)
+
+
 def _job_notes(folder: Path) -> list[str]:
     """Return sentences on a sweep's jobs: which failed, and whether code or prompts differ between them."""
     notes = []
-    failed = [
-        " ".join(job["overrides"])
-        for job in read_json(folder / JOBS, Objects) or []
-        if not job["folder"]
-    ]
+    failed, _ = _failed_jobs(folder)
     if failed:
         listed = "; ".join(failed[:MAX_LISTED])
         jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
@@ -775,7 +786,7 @@ def _render_verdicts(folder: Path, command: str) -> Path:
     return write_page(
         folder,
         page_title,
-        _verdicts_glance(findings),
+        _verdicts_glance(folder, findings),
         sections,
         provenance={"command": command or RunDir(folder).command},
         runs=folders,
