@@ -49,7 +49,13 @@ from posbench.report.links import link_to_parents, run_links
 from posbench.report.page import VERDICT_RULE, embedded_figure, write_page
 from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, show_table
-from posbench.report.text import MAX_LISTED, study_answer, title, verdict_table
+from posbench.report.text import (
+    MAX_LISTED,
+    study_answer,
+    swept_columns_of_findings,
+    title,
+    verdict_table,
+)
 from posbench.report.trend import MAX_SETTINGS, trends
 from posbench.run.folder import (
     CONFIG,
@@ -61,6 +67,7 @@ from posbench.run.folder import (
     was_rescored,
 )
 from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import FINDING_COLUMNS
 from posbench.stats.frames import (
     UNMODIFIED,
     display_name,
@@ -151,7 +158,10 @@ def summarise(
             if (run_folder / f"{run_table}.csv").is_file()
         ]
         if files:
-            write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, axes))
+            keys = axes
+            if run_table == "findings":  # of these columns they have the model alone
+                keys = [key for key in varied if key not in FINDING_COLUMNS]
+            write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, keys))
     _write_experiment(folder, run_folders)
     # A swept number gives a trend, other settings the experiment's contrasts.
     trend, findings = trends(runs, axes)
@@ -762,16 +772,18 @@ def _render_verdicts(folder: Path, command: str) -> Path:
         )
     by_setting = _add_setting_to_model(findings)
     runs = by_setting.drop_duplicates("model")[["model", "run"]].astype(str)
+    text = "Each has a page with its figures."
     sections = [
         Section("Verdicts", VERDICT_RULE, *verdict_table(by_setting)),
         Section("Numbers", "", *tables.findings_table(by_setting, models=True)),
-        Section(
-            "Runs",
-            "Each has a page with its figures.",
-            ["model", "run"],
-            runs.to_numpy().tolist(),
-        ),
+        Section("Runs", text, ["model", "run"], runs.to_numpy().tolist()),
     ]
+    if swept_columns_of_findings(findings):
+        for section in sections:
+            section.header = [
+                "model and setting" if name == "model" else name
+                for name in section.header
+            ]
     folders = sweep_runs(folder)
     pictures = _figures_of_experiment(folders)
     if pictures:
@@ -836,8 +848,7 @@ def _figures_of_experiment(runs: Sequence[Path]) -> list[tuple[Path, str]]:
 def _add_setting_to_model(findings: pd.DataFrame) -> pd.DataFrame:
     """Findings of many runs, each model's name followed by its swept values."""
     names = findings["model"].fillna("")
-    before_model = findings.columns[: list(findings).index("model")]
-    for column in before_model.drop("run"):
+    for column in swept_columns_of_findings(findings):
         names += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
     return findings.assign(model=names.str.strip())
 

@@ -182,3 +182,12 @@ def test_verdicts_name_the_jobs_that_failed(tmp_path: Path) -> None:
     for told in (printed, words):
         assert "Not shown, as failed: 1 job (task=nq)." in told
         assert "1 of 2 jobs failed" in told
+
+
+def test_a_claim_in_several_settings_is_one_claim(tmp_path: Path) -> None:
+    settings = [[f"method={name}", "study.x=1"] for name in ("a", "b", "c")]
+    printed, words = _sweep_of_verdicts(tmp_path, settings)
+    for told in (printed, words):
+        assert "2 claims of the paper on tiny in 2 settings: of 4 verdicts, 2 " in told
+        assert "tiny method=a; tiny method=b" in told
+        assert "model and setting" in told and "models" not in told
