@@ -12,7 +12,8 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from posbench import paths
-from posbench.errors import UserError, choices, renamed
+from posbench.errors import UserError, choices, near, renamed
 from posbench.files.atomic import short_hash
 from posbench.files.digests import content_keys
 from posbench.late import torch
@@ -156,6 +157,22 @@ def configured(
         return check_config(compose_one(*overrides))
 
 
+@contextmanager
+def _naming_pretrained(pretrained: str) -> Iterator[None]:
+    """Let an error on the model's path name ``pretrained``, which was typed, and a choice with a name close to it."""
+    field = "model_args.pretrained"
+    try:
+        with renamed("model.path", field):
+            yield
+    except UserError as error:
+        names = choices(*paths.group_folders("model"))
+        if error.field != field or pretrained in names or Path(pretrained).exists():
+            raise
+        hint = near(pretrained, names, error.hint)
+        allowed = f"a name of `posbench ls models`, {error.allowed}"
+        raise UserError(field, error.value, allowed, hint) from error
+
+
 def _spelled(value: Any) -> str:
     """Return a value as text of an override; ``2:5`` becomes the list [2,5], as commas separate arguments here."""
     if value is None or isinstance(value, bool | dict):
@@ -201,18 +218,19 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         harness = build(Harness, harness_settings, "model_args")
         # The harness reads the word none as None.
         method = str(method or "none")
-        self.posbench = configured(str(pretrained), method, settings, config_dir)
-        model = self.posbench.model
-        num_threads = threads(self.posbench)
-        if num_threads:
-            torch.set_num_threads(num_threads)
-        runtime = self.posbench.runtime
-        self.lm = load(
-            model,
-            device=runtime.device,
-            device_map=runtime.device_map,
-            max_memory=runtime.max_memory,
-        )
+        with _naming_pretrained(str(pretrained)):
+            self.posbench = configured(str(pretrained), method, settings, config_dir)
+            model = self.posbench.model
+            num_threads = threads(self.posbench)
+            if num_threads:
+                torch.set_num_threads(num_threads)
+            runtime = self.posbench.runtime
+            self.lm = load(
+                model,
+                device=runtime.device,
+                device_map=runtime.device_map,
+                max_memory=runtime.max_memory,
+            )
         self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
         if self.method.rewrites or self.posbench.choice.reads_items:

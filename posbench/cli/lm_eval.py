@@ -35,6 +35,13 @@ def lm_eval(args: list[str]) -> int:
     sys.argv = ["posbench lm_eval", *args]
     try:
         cli_evaluate()
+    except ValueError as error:
+        fault, _, names = str(error).partition(": ")
+        if fault != "Tasks not found":
+            raise
+        allowed = "tasks of lm-evaluation-harness, separated by commas"
+        hint = "posbench lm_eval ls tasks"
+        raise UserError("--tasks", names, allowed, hint) from error
     finally:
         sys.argv = argv
     return 0

@@ -66,7 +66,7 @@ def ls_runs(args: list[str]) -> int:
     """
     outputs, remaining = split_outputs(args)
     filters = [arg for arg in remaining if arg != "--json"]
-    _check_flags(filters, "--outputs DIR, --json", "ls runs")
+    check_flags(filters, "--outputs DIR, --json", "ls runs")
     records: list[Record] = []
     # A default folder that does not exist is no mistake: nothing ran yet.
     if outputs.exists() or outputs.name != "outputs":
@@ -94,8 +94,17 @@ def ls_runs(args: list[str]) -> int:
     return 0
 
 
-def _check_flags(args: Sequence[str], allowed: str, verb: str) -> None:
-    """Refuse arguments that are unknown flags."""
+def check_flags(args: Sequence[str], allowed: str, verb: str) -> None:
+    """Refuse arguments that are unknown flags.
+
+    Args:
+        args: Arguments of a verb, without the flags that it knows.
+        allowed: Those flags.
+        verb: The verb.
+
+    Raises:
+        UserError: One of them begins with a dash.
+    """
     for arg in args:
         if arg.startswith("-"):
             raise UserError("flag", arg, allowed, f"posbench {verb} --help")
@@ -122,7 +131,7 @@ def compare(args: list[str]) -> int:
     out, remaining = option(remaining, "--out")
     formats, remaining = figure_formats(remaining)
     names = [arg for arg in remaining if arg != "--json"]
-    _check_flags(
+    check_flags(
         names, "--out FOLDER, --format pdf,png, --outputs DIR, --json", "compare"
     )
     folders = [find_run(name, outputs) for name in names]

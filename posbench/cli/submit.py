@@ -293,8 +293,9 @@ def _submit_jobs(
     logs = job_records.log_folder(entries[0][0].parents[2], name)
     logs.mkdir(parents=True)
     timeouts = {f"{cluster.kind}_max_num_timeout": 1000 if cluster.requeue else 0}
-    # Local jobs outlive the terminal.
-    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Local jobs outlive the terminal; Windows has no such signal.
+    hangup = getattr(signal, "SIGHUP", None)
+    previous_handler = hangup and signal.signal(hangup, signal.SIG_IGN)
     try:
         executor = submitit.AutoExecutor(logs, cluster=cluster.kind, **timeouts)
         executor.update_parameters(**_submitit_parameters(cluster, name))
@@ -313,7 +314,8 @@ def _submit_jobs(
         allowed = f"a cluster that accepts the jobs ({' '.join(str(error).split())})"
         raise UserError("runtime/cluster", cluster.kind, allowed, hint) from error
     finally:
-        signal.signal(signal.SIGHUP, previous_handler)
+        if hangup:
+            signal.signal(hangup, previous_handler)
     if cluster.kind != "local":
         return
     for folder, entry in entries:

@@ -15,7 +15,7 @@ from posbench import paths
 from posbench.backends.base import text_encoder
 from posbench.backends.served import Endpoint
 from posbench.cli.options import option
-from posbench.cli.runs import figure_formats, split_outputs
+from posbench.cli.runs import check_flags, figure_formats, split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.load import load_without_weights, read_checkpoint
@@ -227,9 +227,10 @@ def _required_overrides(group: str, name: str) -> list[str]:
     return []
 
 
-def _folder(verb: str, args: list[str]) -> Path:
-    """The folder that the arguments name, or whose hash they do."""
+def _folder(verb: str, args: list[str], flags: str) -> Path:
+    """The folder that the arguments name, or whose hash they do; ``flags`` are those that the verb knows."""
     outputs, names = split_outputs(args)
+    check_flags(names, flags, verb)
     if len(names) != 1:
         raise UserError(verb, " ".join(names), "one folder", f"posbench {verb} DIR")
     return find_run(names[0], outputs)
@@ -252,7 +253,7 @@ def report(args: list[str]) -> int:
     """
     out, args = option(args, "--out")
     formats, args = figure_formats(args)
-    folder = _folder("report", args)
+    folder = _folder("report", args, "--format pdf,png, --out FOLDER, --outputs DIR")
     if not is_run(folder) and runs_in(folder):
         if formats:
             for entry in collect_entries(folder):
@@ -302,7 +303,7 @@ def rescore(args: list[str]) -> int:
 
     example: posbench rescore outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d
     """
-    folder = _folder("rescore", args)
+    folder = _folder("rescore", args, "--outputs DIR")
     runs = sweep_runs(folder) or [folder]
     for run in runs:
         _rescore_run(open_run(run))
@@ -370,7 +371,8 @@ def audit(args: list[str]) -> int:
     seed_text, remaining = option(remaining, "--seed")
     share = _number("--share", share_text or str(auditing.AUDITED_SHARE), 1)
     seed = _number("--seed", seed_text or "0", MAX_COUNT)
-    if len(remaining) != 1 or remaining[0].startswith("-"):
+    check_flags(remaining, "--share X, --seed N", "audit")
+    if len(remaining) != 1:
         hint = "posbench ls runs lists them"
         raise UserError("RUN", " ".join(remaining), "one run", hint)
     folder = find_run(remaining[0], Path(Runtime.outputs))
@@ -452,7 +454,8 @@ def show(args: list[str]) -> int:
     """
     example_id, args = option(args, "--id")
     flags = [arg for arg in args if arg in ("--wrong", "--all")]
-    folder = _folder("show", [arg for arg in args if arg not in flags])
+    names = [arg for arg in args if arg not in flags]
+    folder = _folder("show", names, "--wrong, --all, --id ID, --outputs DIR")
     run = open_undamaged(folder)
     if not run.rows(PREDICTIONS):
         hint = "repeat its command with evaluate in stages=[...]"

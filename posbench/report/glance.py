@@ -19,7 +19,9 @@ from posbench.report.tables import has_missing_note, missing_notes, unmeasurable
 from posbench.report.text import (
     CITATION,
     MAX_LISTED,
+    count_settings,
     count_verdicts,
+    has_many_runs,
     headline,
     main_claims,
     study_answer,
@@ -465,6 +467,9 @@ def findings_glance(findings: pd.DataFrame) -> Glance:
     where = ""
     if models:
         where = f" on {models[0] if len(models) == 1 else f'{len(models)} models'}"
+    num_settings = count_settings(claims)
+    if num_settings > 1:
+        where += f" in {num_settings} settings"
     kind = KINDS[claims["kind"].iloc[0]]
     details = study_answer(findings)
     if total == 1:
@@ -475,7 +480,16 @@ def findings_glance(findings: pd.DataFrame) -> Glance:
             f"The claim {kind} is {verdicts[0]}{where}.".replace("is holds", "holds"),
         )
         return Glance(verdicts[0], tone, sentence, details=details)
-    text = f"Of {total} claims {kind}{where}, {_with_verbs(claims['verdict'])}"
+    tally = _with_verbs(claims["verdict"])
+    text = f"Of {total} claims {kind}{where}, {tally}"
+    names = ("claims that hold", "contradicted claims", "undecided claims")
+    unit = f"of {total}"
+    if has_many_runs(claims):
+        num_claims = claims["claim"].nunique()
+        count = "1 claim" if num_claims == 1 else f"{num_claims} claims"
+        text = f"{count} {kind}{where}: of {total} verdicts, {tally}"
+        names = ("hold", "contradicted", "undecided")
+        unit = f"of {total} verdicts"
     decisive = claims[
         claims["verdict"] == ("contradicted" if contradicted else "holds")
     ]
@@ -485,11 +499,9 @@ def findings_glance(findings: pd.DataFrame) -> Glance:
         verdict = decisive["verdict"].iloc[0]
         sentences.insert(0, f"{text}; {verdict}: {claim}.")
     numbers = [
-        Number(name, str(count), f"of {total}")
-        for name, count in (
-            ("claims that hold", held),
-            ("contradicted claims", contradicted),
-            ("undecided claims", total - held - contradicted),
+        Number(name, str(count), unit)
+        for name, count in zip(
+            names, (held, contradicted, total - held - contradicted), strict=True
         )
         if count
     ]

@@ -165,11 +165,11 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
 
 def suggest_filter(filters: Sequence[str], runs: Sequence[Record]) -> str:
     """Return `; did you mean tiny?` for the first filter that is close to a name or state of the runs; else empty."""
-    names = {str(run.get(name) or "") for run in runs for name in NAMED_GROUPS}
-    states = {str(run.get("state") or "") for run in runs}
-    candidates = sorted((names | states) - {""})
     for text in filters:
-        value = text.rpartition("=")[2]
+        key, sign, value = text.rpartition("=")
+        columns = [key] if sign else [*NAMED_GROUPS, "state"]
+        named = {str(run.get(name) or "") for run in runs for name in columns}
+        candidates = sorted(named - {""})
         hint = near(value, candidates, "")
         if value not in candidates and hint:
             return f"; {hint}"

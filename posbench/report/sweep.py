@@ -49,7 +49,13 @@ from posbench.report.links import link_to_parents, run_links
 from posbench.report.page import VERDICT_RULE, embedded_figure, write_page
 from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, show_table
-from posbench.report.text import MAX_LISTED, study_answer, title, verdict_table
+from posbench.report.text import (
+    MAX_LISTED,
+    study_answer,
+    swept_columns_of_findings,
+    title,
+    verdict_table,
+)
 from posbench.report.trend import MAX_SETTINGS, trends
 from posbench.run.folder import (
     CONFIG,
@@ -61,6 +67,7 @@ from posbench.run.folder import (
     was_rescored,
 )
 from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import FINDING_COLUMNS
 from posbench.stats.frames import (
     UNMODIFIED,
     display_name,
@@ -151,7 +158,10 @@ def summarise(
             if (run_folder / f"{run_table}.csv").is_file()
         ]
         if files:
-            write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, axes))
+            keys = axes
+            if run_table == "findings":  # of these columns they have the model alone
+                keys = [key for key in varied if key not in FINDING_COLUMNS]
+            write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, keys))
     _write_experiment(folder, run_folders)
     # A swept number gives a trend, other settings the experiment's contrasts.
     trend, findings = trends(runs, axes)
@@ -240,7 +250,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
         findings = read_csv(folder / "findings_summary.csv")
         if findings is None:
             return
-        glance = _verdicts_glance(findings)
+        glance = _verdicts_glance(folder, findings)
         console.print(glance.details)
         show_table(console, *verdict_table(_add_setting_to_model(findings)))
     else:
@@ -475,15 +485,23 @@ def _title_of_scores(scores: _Scores) -> str:
     )
 
 
-def _verdicts_glance(findings: pd.DataFrame) -> Glance:
+def _verdicts_glance(folder: Path, findings: pd.DataFrame) -> Glance:
     """The first look at a sweep whose runs judged claims and scored nothing.
 
     Args:
-        findings: Rows of findings_summary.csv.
+        folder: The sweep.
+        findings: Its findings_summary.csv.
     """
     glance = findings_glance(findings)
-    purpose = "puts the figures of all runs on one page"
-    return replace(glance, next="posbench report outputs", purpose=purpose)
+    failed, num_jobs = _failed_jobs(folder)
+    return replace(
+        glance,
+        next="posbench report outputs",
+        purpose="puts the figures of all runs on one page",
+        details=" ".join([glance.details, *_job_notes(folder)]),
+        # A verdict of the jobs that are left is not that of the sweep.
+        sample=f"{len(failed)} of {num_jobs} jobs failed" if failed else "",
+    )
 
 
 def _scores_glance(
@@ -513,8 +531,9 @@ def _scores_glance(
     best = max(scored, key=lambda setting: setting.average.value)
 
     def in_words(setting: _Setting) -> str:
-        """The values of a setting with their key; those of several keys have theirs."""
-        return setting.name if "=" in setting.name else f"{label}={setting.name}"
+        """The values of a setting as typed: with their key; those of several keys have theirs."""
+        value = setting.name.removeprefix("seed ")
+        return value if "=" in value else f"{label}={value}"
 
     numbers = [_number(f"highest average ({in_words(best)})", best.average, "%")]
     worst = min(scored, key=lambda setting: setting.average.value)
@@ -667,14 +686,17 @@ def _word(verdicts: Sequence[str]) -> tuple[str, Tone, str]:
     return f"{word} in {count} of {len(verdicts)}", "open", word
 
 
+def _failed_jobs(folder: Path) -> tuple[list[str], int]:
+    """The overrides of each job of a sweep that failed, and the number of all its jobs."""
+    jobs = read_json(folder / JOBS, Objects) or []
+    failed = [" ".join(job["overrides"]) for job in jobs if not job["folder"]]
+    return failed, len(jobs)
+
+
 def _job_notes(folder: Path) -> list[str]:
     """Return sentences on a sweep's jobs: which failed, and whether code or prompts differ between them."""
     notes = []
-    failed = [
-        " ".join(job["overrides"])
-        for job in read_json(folder / JOBS, Objects) or []
-        if not job["folder"]
-    ]
+    failed, _ = _failed_jobs(folder)
     if failed:
         listed = "; ".join(failed[:MAX_LISTED])
         jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
@@ -750,16 +772,18 @@ def _render_verdicts(folder: Path, command: str) -> Path:
         )
     by_setting = _add_setting_to_model(findings)
     runs = by_setting.drop_duplicates("model")[["model", "run"]].astype(str)
+    text = "Each has a page with its figures."
     sections = [
         Section("Verdicts", VERDICT_RULE, *verdict_table(by_setting)),
         Section("Numbers", "", *tables.findings_table(by_setting, models=True)),
-        Section(
-            "Runs",
-            "Each has a page with its figures.",
-            ["model", "run"],
-            runs.to_numpy().tolist(),
-        ),
+        Section("Runs", text, ["model", "run"], runs.to_numpy().tolist()),
     ]
+    if swept_columns_of_findings(findings):
+        for section in sections:
+            section.header = [
+                "model and setting" if name == "model" else name
+                for name in section.header
+            ]
     folders = sweep_runs(folder)
     pictures = _figures_of_experiment(folders)
     if pictures:
@@ -774,7 +798,7 @@ def _render_verdicts(folder: Path, command: str) -> Path:
     return write_page(
         folder,
         page_title,
-        _verdicts_glance(findings),
+        _verdicts_glance(folder, findings),
         sections,
         provenance={"command": command or RunDir(folder).command},
         runs=folders,
@@ -824,8 +848,7 @@ def _figures_of_experiment(runs: Sequence[Path]) -> list[tuple[Path, str]]:
 def _add_setting_to_model(findings: pd.DataFrame) -> pd.DataFrame:
     """Findings of many runs, each model's name followed by its swept values."""
     names = findings["model"].fillna("")
-    before_model = findings.columns[: list(findings).index("model")]
-    for column in before_model.drop("run"):
+    for column in swept_columns_of_findings(findings):
         names += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
     return findings.assign(model=names.str.strip())
 

@@ -30,6 +30,10 @@ FINAL_INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
 """The interval at the end of a cell; does not match the list of a swept setting."""
 WORD_OR_LIST = re.compile(r"\[.*\](?!\S)|\S+")
 """Parts of a cell that are not broken: words, intervals, lists of numbers."""
+INTERVAL_RULE = (
+    "[95 % interval]: a claim holds if all of it does, is contradicted if none does"
+)
+"""Line below verdicts."""
 MAX_SUBSETS = 24
 """Subsets and averages up to which the terminal shows them all, as the report does."""
 
@@ -124,14 +128,24 @@ def show_findings(folder: Path, console: Console) -> None:
     findings = read_csv(folder / "findings.csv")
     if findings is None:
         return
-    # n and notes are in findings.csv and in the report; a terminal is narrow.
+    # Notes are in findings.csv and in the report; a terminal is narrow.
     header = ["verdict", "claim: what was measured", "value", "p (Holm)"]
-    _, cells = tables.findings_table(findings)
-    rows = [
-        [verdict, f"{claim}: {statistic}", value, p]
-        for verdict, claim, value, statistic, p, *_ in cells
-    ]
+    names, cells = tables.findings_table(findings)
+    rows = []
+    for row in cells:
+        told = dict(zip(names, row, strict=True))
+        basis = []
+        if told.get("holds if"):
+            basis.append(f"holds {told['holds if']}")
+        if told["n"] != "0":
+            basis.append(f"n = {told['n']}")
+        text = f"{told['claim']}: {told['statistic']}"
+        if basis:
+            text += f" ({'; '.join(basis)})"
+        rows.append([told["verdict"], text, told["value"], told["p (Holm)"]])
     show_table(console, header, rows)
+    if any("[" in value for _, _, value, _ in rows):
+        console.print(INTERVAL_RULE, markup=False)
 
 
 def show_reference(

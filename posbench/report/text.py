@@ -453,7 +453,7 @@ def describe_method(method: Mapping[str, Any]) -> str:
 
 
 def count_verdicts(findings: pd.DataFrame, correction: str = "within the study") -> str:
-    """Verdicts on claims, counted: the paper's, and our controls.
+    """Verdicts on claims, counted: the paper's, and our controls; a claim of many runs has several.
 
     Args:
         findings: Rows of findings.csv.
@@ -469,6 +469,8 @@ def count_verdicts(findings: pd.DataFrame, correction: str = "within the study")
         claims = findings[findings["kind"] == kind]
         if not len(claims):
             continue
+        if has_many_runs(findings):
+            heading = f"Verdicts on {heading[0].lower()}{heading[1:]}"
         text = f"{heading}: {tally_verdicts(claims['verdict'])}"
         if claims["p_holm"].notna().sum() > 1:
             text += f" (Holm-corrected {correction})"
@@ -507,6 +509,23 @@ def study_answer(findings: pd.DataFrame) -> str:
     if not claims:
         claims = _list_claims(findings, ("inconclusive",), 1, numbers=True)
     return " ".join([count_verdicts(findings), *claims])
+
+
+def swept_columns_of_findings(findings: pd.DataFrame) -> list[str]:
+    """The columns of a sweep's findings that name the setting of a run; those of one run have none."""
+    before_model = findings.columns[: list(findings).index("model")]
+    return [column for column in before_model if column != "run"]
+
+
+def count_settings(findings: pd.DataFrame) -> int:
+    """The number of settings that a sweep's findings are of; 1 for those of one run."""
+    columns = swept_columns_of_findings(findings)
+    return len(findings[columns].drop_duplicates()) if columns else 1
+
+
+def has_many_runs(findings: pd.DataFrame) -> bool:
+    """Whether findings are of several models or settings, which judge the same claims."""
+    return findings["model"].nunique() > 1 or count_settings(findings) > 1
 
 
 def main_claims(findings: pd.DataFrame) -> pd.DataFrame:
@@ -590,7 +609,7 @@ def tally_verdicts(verdicts: pd.Series, order: Sequence[str] = FINDING_VERDICTS)
 
 
 def verdict_table(findings: pd.DataFrame) -> Table:
-    """Return a table with a row per claim and verdict, which names its models, from findings of many runs."""
+    """Return a table with a row per claim and verdict, which names models and settings, from findings of many runs."""
     rows = []
     for _, findings_of_claim in papers_first(findings).groupby("claim", sort=False):
         for verdict, findings_of_verdict in findings_of_claim.groupby(
@@ -600,7 +619,8 @@ def verdict_table(findings: pd.DataFrame) -> Table:
             claim = cells[0][1]
             models = "; ".join(dict.fromkeys(findings_of_verdict["model"]))
             rows.append([str(verdict), claim, models])
-    return ["verdict", "claim", "models"], rows
+    named = "model and setting" if swept_columns_of_findings(findings) else "models"
+    return ["verdict", "claim", named], rows
 
 
 def describe_prompts(folder: Path) -> str:

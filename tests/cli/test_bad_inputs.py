@@ -1368,6 +1368,21 @@ def test_gpu_on_a_machine_without_one(
             "task.path",
         ),
         (["fetch", "--wet-run"], "flag", "--wet-run", "key=value", "posbench --help"),
+        *(
+            (
+                [verb, "{here}", "--foo"],
+                "flag",
+                "--foo",
+                flag,
+                f"posbench {verb} --help",
+            )
+            for verb, flag in (
+                ("report", "--format"),
+                ("rescore", "--outputs"),
+                ("show", "--wrong"),
+                ("audit", "--share"),
+            )
+        ),
         (["validate", "model=nope"], "model", "nope", "tiny", ()),
     ],
 )

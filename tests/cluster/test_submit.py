@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -319,6 +320,23 @@ def test_settings_that_are_one_run_are_sent_once_and_collected(
     assert_line_names(lacking.err, "1 of 2", "runs", "posbench submit")
     one = posbench("collect", str(sent[0]), verb=True)
     assert one.status == 0 and "1 of 2" not in one.err
+
+
+def test_a_machine_without_hangups_submits(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitit = pytest.importorskip("submitit", reason="needs positionbench[cluster]")
+    asked: list[Path] = []
+
+    def refuse(logs: Path, **_: object) -> None:
+        asked.append(logs)
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(submitit, "AutoExecutor", refuse)
+    monkeypatch.delattr(signal, "SIGHUP", raising=False)  # as on Windows
+    told = posbench("submit", *SMALL, LOCAL)
+    assert asked and told.status == 2
+    assert_refused(told.err, "runtime/cluster", "local", allowed="no room")
 
 
 @pytest.mark.slow

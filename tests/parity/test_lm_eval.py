@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from posbench.cli.harness import PosbenchLM, configured
 from posbench.cli.main import main
 from posbench.methods import ScaleChannel
 from posbench.tasks.kv_retrieval import WORDS
-from tests.messages import refused
+from tests.messages import assert_refused, refused
 from tests.rounding import assert_same, embedded_noise, log_probabilities
 
 NEUTRAL = {"method": "scale_channel", "factor": 1.0}
@@ -432,7 +433,7 @@ def test_a_directory_is_a_model(checkpoint: Path):
         ("pretrained=tiny,dtype=float8", "model.dtype"),
         ("pretrained=tiny,batch_size=0", "model_args.batch_size"),
         ("pretrained=tiny,max_length=0", "model_args.max_length"),
-        ("pretrained=no/such_dir_or_model", "model.path"),
+        ("pretrained=no/such_dir_or_model", "model_args.pretrained"),
         ("pretrained=tiny,config_dir=/no/such/dir", "model_args.config_dir"),
     ],
 )
@@ -456,6 +457,25 @@ def test_bad_arguments_are_one_line(
     ]
     assert len(err) == 1
     assert err[0].startswith(f"posbench: {field} = ")
+
+
+def test_unknown_names_are_refused_as_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    # Without the harness's own tasks, which take seconds to read.
+    bare = partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", bare)
+    flags = ["--model", "posbench", "--model_args", "pretrained=tiny"]
+    assert main(["lm_eval", *flags, "--tasks", "nope,neither"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    lines = [line for line in told if line.startswith("posbench: ")]
+    assert len(lines) == 1
+    assert_refused(lines[0], "--tasks", "nope, neither", hint="lm_eval ls tasks")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    field = "model_args.pretrained"
+    for name, hint in (("tinny", "tiny"), ("owner/unlike", f"{field}=DIR")):
+        with refused(field, name, allowed=("posbench ls models", "hub id"), hint=hint):
+            PosbenchLM(name, device="cpu")
 
 
 def test_a_task_whose_choice_is_empty_is_one_line():

@@ -207,7 +207,8 @@ def test_claims_are_counted_and_the_one_that_decides_is_named() -> None:
         long = findings_glance(_findings(verdict, claim="word " * 30))
         check_glance(long)
     many = pd.concat([_findings("holds"), _findings("holds").assign(model="tiny_b")])
-    assert "on 2 models, 2 hold." in findings_glance(many).sentence
+    counted = "1 claim of the paper on 2 models: of 2 verdicts, 2 hold."
+    assert findings_glance(many).sentence == counted
 
 
 def _remedies(gains: dict[str, tuple[float, float, float]]) -> pd.DataFrame:

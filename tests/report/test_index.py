@@ -565,6 +565,7 @@ def test_the_command_prints_tsv_and_json(
     for asked, hint in {
         "model=tinny": "tiny?",
         "scale_chanel": "scale_channel?",
+        "model=nope": "",  # "none" is a method
     }.items():
         nothing = posbench(
             "ls", "runs", "fig9", asked, "--outputs", str(outputs), verb=True

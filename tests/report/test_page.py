@@ -323,7 +323,7 @@ def test_a_sweep_of_studies_shows_their_verdicts_side_by_side(tmp_path):
     )
     words = " ".join(re.sub("<[^>]*>", " ", render_sweep(tmp_path).read_text()).split())
     assert (
-        "models holds C a x=1 contradicted C b x=2 inconclusive D a x=1 holds D b x=2"
+        "model and setting holds C a x=1 contradicted C b x=2 inconclusive D a x=1 holds D b x=2"
         in words
     )
     assert_names(words, "2 hold", "1 contradicted", "1 inconclusive")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,8 +14,12 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from posbench.files.atomic import write_csv
 from posbench.report import sweep
 from posbench.run.folder import JOBS, RunDir
+from posbench.stats import findings
+from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import Finding
 from tests.conftest import Result
 from tests.frames import metrics, with_missing_answers
 from tests.frames import sweep as summary
@@ -134,3 +138,56 @@ def test_terminal_and_page_show_one_table(
     for average in ("76.7 [73.7, 79.7]", "70.0 [67.0, 73.0]"):
         assert average in printed and average in words
     assert "the average runs from 70.0 % (1) to 76.7 % (0)" in words
+
+
+def test_a_swept_seed_is_named_as_typed(tmp_path: Path) -> None:
+    rows = summary([0, 1]).rename(columns={"method.factor": "task.seed"})
+    rows.to_csv(tmp_path / "summary.csv", index=False)
+    page = sweep.render_sweep(tmp_path).read_text()
+    assert "(task.seed=0)" in page and "task.seed=seed" not in page
+
+
+def _sweep_of_verdicts(
+    root: Path, settings: Sequence[Sequence[str]]
+) -> tuple[str, str]:
+    """What terminal and page say of a sweep in which every run judged two claims, and the last job failed.
+
+    Args:
+        root: Where the runs go.
+        settings: The overrides of each job.
+    """
+    jobs: list[dict[str, object]] = []
+    for number, setting in enumerate(settings):
+        run = root / f"kv/v001/tiny__rollout__none__aaaa000{number}"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("{}")
+        judged = [
+            Finding.above(f"claim {name}", "a share", Estimate(*interval, 40), 0.05)
+            for name, interval in (("A", (0.5, 0.4, 0.6)), ("B", (0.1, -0.1, 0.3)))
+        ]
+        write_csv(run / "findings.csv", findings.findings_table(judged, "tiny"))
+        RunDir(run).seal("posbench")
+        jobs.append({"overrides": setting, "folder": str(run), "status": 0})
+    jobs[-1] |= {"folder": None, "status": 2}
+    out = io.StringIO()
+    folder = sweep.summarise(jobs, Console(width=200, file=out), command="posbench -m")
+    assert folder is not None
+    page = (folder / "report.html").read_text()
+    words = html.unescape(" ".join(re.sub("<[^>]*>", " ", page).split()))
+    return " ".join(out.getvalue().split()), words
+
+
+def test_verdicts_name_the_jobs_that_failed(tmp_path: Path) -> None:
+    printed, words = _sweep_of_verdicts(tmp_path, [["task=kv"], ["task=nq"]])
+    for told in (printed, words):
+        assert "Not shown, as failed: 1 job (task=nq)." in told
+        assert "1 of 2 jobs failed" in told
+
+
+def test_a_claim_in_several_settings_is_one_claim(tmp_path: Path) -> None:
+    settings = [[f"method={name}", "study.x=1"] for name in ("a", "b", "c")]
+    printed, words = _sweep_of_verdicts(tmp_path, settings)
+    for told in (printed, words):
+        assert "2 claims of the paper on tiny in 2 settings: of 4 verdicts, 2 " in told
+        assert "tiny method=a; tiny method=b" in told
+        assert "model and setting" in told and "models" not in told

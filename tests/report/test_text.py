@@ -314,6 +314,8 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(
         assert f"{word} A claim: statistic of {word}" in told, (
             "equal claims are told apart"
         )
+        assert f"statistic of {word} (holds above 0; n = 50)" in told
+    assert told.count("95 % interval") == 1 and "n = 0" not in told
     assert count_verdicts(_judged()) in findings_glance(_judged()).details
 
 
