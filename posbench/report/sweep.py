@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -496,7 +497,7 @@ def _verdicts_glance(folder: Path, findings: pd.DataFrame) -> Glance:
     failed, num_jobs = _failed_jobs(folder)
     return replace(
         glance,
-        next="posbench report outputs",
+        next=f"posbench report {shlex.quote(str(folder.parents[2]))}",
         purpose="puts the figures of all runs on one page",
         details=" ".join([glance.details, *_job_notes(folder)]),
         # A verdict of the jobs that are left is not that of the sweep.

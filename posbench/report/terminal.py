@@ -31,7 +31,8 @@ FINAL_INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
 WORD_OR_LIST = re.compile(r"\[.*\](?!\S)|\S+")
 """Parts of a cell that are not broken: words, intervals, lists of numbers."""
 INTERVAL_RULE = (
-    "[95 % interval]: a claim holds if all of it does, is contradicted if none does"
+    "In brackets: 95 % intervals. A claim holds where its whole interval does, "
+    "and is contradicted where none of it does."
 )
 """Line below verdicts."""
 MAX_SUBSETS = 24
