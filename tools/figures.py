@@ -401,10 +401,12 @@ def draw_lengths(root: Path, scratch: Path) -> dict[str, Path]:
         root / "experiments/results/remedies/qwen2_5_coder_0_5b_uuid.csv"
     )
     rows = _as_metrics(table)
-    changed = rows["method"] != frames.UNMODIFIED
-    rows.loc[changed, "method"] = (
-        "the question first as well, and a RoPE base of 100,000"
-    )
+    question_first = "the question first as well"
+    labels = {
+        "question_first_and_last": question_first,
+        "question_first_and_last-rope_base": f"{question_first}, and a RoPE base of 100,000",
+    }
+    rows["method"] = rows["method"].replace(labels)
     models = list(rows["model"].unique())
     rows["model"] = [
         f"{pairs} pairs, {share:.0f} % of the window"

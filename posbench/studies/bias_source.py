@@ -460,7 +460,9 @@ def _gap_of_positions(unmodified: pd.DataFrame, resamples: int) -> Estimate:
     curve = np.array([mean for mean, _ in means.values()])
     draws = np.stack([draws for _, draws in means.values()], axis=1)
     num_prompts = int(unmodified["gold_position"].value_counts().min())
-    return largest_gap(curve, draws, num_prompts, unmodified["cluster"].nunique())
+    # A single prompt at a position shows no spread, however many there are elsewhere.
+    num_questions = unmodified["cluster"].nunique() if num_prompts > 1 else 1
+    return largest_gap(curve, draws, num_prompts, num_questions)
 
 
 def _gap(means: Means) -> Array:

@@ -18,7 +18,7 @@ from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.correlation import permutation_p
 from posbench.studies import prompts as shared
-from posbench.studies.bias_source import _by_position
+from posbench.studies.bias_source import _by_position, _gap_of_positions
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.messages import assert_refused, refused
@@ -325,6 +325,12 @@ def test_sources_of_a_bias_equal_losses_written_out(
         assert_same(effects[f"{variant}_over_bound"], over_bound, 3 * noise, "logits")
     for control in ("crop_other", "pe_to_end_other", "sink_other"):
         assert abs(effects[f"{control}_gain"]) > 1e-7, "the control does something"
+
+
+def test_the_gap_of_one_question_has_no_interval() -> None:
+    frame = pd.DataFrame({"gold_position": [0, 1, 2], "loss": [0.1, 2.0, 1.0]})
+    gap = _gap_of_positions(frame.assign(cluster=["a", "b", "c"]), 50)
+    assert gap.value == pytest.approx(1.9) and np.isnan(gap[1:3]).all()
 
 
 def test_small_losses_have_the_interval_of_numbers_and_not_of_shares() -> None:
