@@ -21,7 +21,7 @@ from posbench.report.text import (
     MAX_LISTED,
     count_settings,
     count_verdicts,
-    has_many_runs,
+    has_repeated_claims,
     headline,
     main_claims,
     study_answer,
@@ -484,7 +484,7 @@ def findings_glance(findings: pd.DataFrame) -> Glance:
     text = f"Of {total} claims {kind}{where}, {tally}"
     names = ("claims that hold", "contradicted claims", "undecided claims")
     unit = f"of {total}"
-    if has_many_runs(claims):
+    if has_repeated_claims(claims):
         num_claims = claims["claim"].nunique()
         count = "1 claim" if num_claims == 1 else f"{num_claims} claims"
         text = f"{count} {kind}{where}: of {total} verdicts, {tally}"

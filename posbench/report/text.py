@@ -469,7 +469,7 @@ def count_verdicts(findings: pd.DataFrame, correction: str = "within the study")
         claims = findings[findings["kind"] == kind]
         if not len(claims):
             continue
-        if has_many_runs(findings):
+        if has_repeated_claims(claims):
             heading = f"Verdicts on {heading[0].lower()}{heading[1:]}"
         text = f"{heading}: {tally_verdicts(claims['verdict'])}"
         if claims["p_holm"].notna().sum() > 1:
@@ -523,9 +523,9 @@ def count_settings(findings: pd.DataFrame) -> int:
     return len(findings[columns].drop_duplicates()) if columns else 1
 
 
-def has_many_runs(findings: pd.DataFrame) -> bool:
-    """Whether findings are of several models or settings, which judge the same claims."""
-    return findings["model"].nunique() > 1 or count_settings(findings) > 1
+def has_repeated_claims(findings: pd.DataFrame) -> bool:
+    """Whether several models or settings judged the same claims, so that a claim has several verdicts."""
+    return bool(findings.duplicated(["claim", "statistic"]).any())
 
 
 def main_claims(findings: pd.DataFrame) -> pd.DataFrame:

@@ -125,7 +125,7 @@ def test_the_harness_refuses_too(copy: Path) -> None:
     harness = pytest.importorskip("posbench.cli.harness")
     PARTIAL["a tensor"][0](copy)
     with refused(
-        "model.path",
+        "model_args.pretrained",
         str(copy),
         allowed=("1 missing", Q),
         hint="model.allow_partial=true",
