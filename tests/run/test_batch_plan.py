@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensor
 
 from posbench.methods import Unmodified
 from posbench.model.store import PrefixStore, token_bytes
