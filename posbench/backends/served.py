@@ -1024,7 +1024,7 @@ class Endpoint(Backend):
         hints = []
         address = str(config.base_url).rstrip("/")
         # A request that is redirected may lose its content.
-        if error.redirected_to:
+        if ROUTE.search(error.redirected_to):
             hints.append(f"set model.base_url={ROUTE.sub('', error.redirected_to)}")
         elif ROUTE.search(address):
             hints.append(f"set model.base_url={ROUTE.sub('', address)}")

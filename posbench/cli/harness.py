@@ -158,15 +158,19 @@ def configured(
 
 
 @contextmanager
-def _naming_pretrained(pretrained: str) -> Iterator[None]:
+def _naming_pretrained(pretrained: str, config_dir: str | None) -> Iterator[None]:
     """Let an error on the model's path name ``pretrained``, which was typed, and a choice with a name close to it."""
     field = "model_args.pretrained"
+    folders = paths.config_folders(config_dir, "model_args.config_dir")
+    names = choices(*paths.group_folders("model", folders))
+    if pretrained in names:  # the path is that of a file
+        yield
+        return
     try:
         with renamed("model.path", field):
             yield
     except UserError as error:
-        names = choices(*paths.group_folders("model"))
-        if error.field != field or pretrained in names or Path(pretrained).exists():
+        if error.field != field or Path(pretrained).exists():
             raise
         hint = near(pretrained, names, error.hint)
         allowed = f"a name of `posbench ls models`, {error.allowed}"
@@ -218,7 +222,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         harness = build(Harness, harness_settings, "model_args")
         # The harness reads the word none as None.
         method = str(method or "none")
-        with _naming_pretrained(str(pretrained)):
+        with _naming_pretrained(str(pretrained), config_dir):
             self.posbench = configured(str(pretrained), method, settings, config_dir)
             model = self.posbench.model
             num_threads = threads(self.posbench)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -380,8 +380,11 @@ def read_usage(answer: Mapping[str, Any]) -> _Usage:
         usage: _Usage = check_shape(answer.get("usage") or {}, _Usage, "usage", "")
     except UserError as error:
         raise RequestError(f"{error.field} that is {error.value!r}") from error
-    # No prompt has 0 tokens: a server that says so does not count.
-    return usage if usage.prompt_tokens != 0 else _Usage()
+    # No prompt has 0 tokens: a server that says so does not count them.
+    if usage.prompt_tokens == 0:
+        written = usage.completion_tokens or None
+        usage = replace(usage, prompt_tokens=None, completion_tokens=written)
+    return usage
 
 
 def reported_model(answer: Mapping[str, Any]) -> str:

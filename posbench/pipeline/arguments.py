@@ -253,15 +253,21 @@ def with_address(override: str) -> str:
     """Return an override as typed; a server's address in place of a model's name becomes ``model.base_url``.
 
     Raises:
-        UserError: The address has no ``http://``.
+        UserError: An address has no ``http://``, or stands in a list with names.
     """
     key, _, value = override.partition("=")
     if key != "model":
         return override
-    if HOST_AND_PORT.fullmatch(value) and not sources.exists(Path(value)):
-        allowed = "an address with http:// or https://"
-        raise UserError("model", value, allowed, f"model=http://{value}")
-    return f"model.base_url={value}" if URL.fullmatch(value) else override
+    parts = value.split(",")
+    for part in parts:
+        if HOST_AND_PORT.fullmatch(part) and not sources.exists(Path(part)):
+            allowed = "an address with http:// or https://"
+            raise UserError("model", part, allowed, f"model=http://{part}")
+    are_addresses = [bool(URL.fullmatch(part)) for part in parts]
+    if any(are_addresses) and not all(are_addresses):
+        allowed = "names alone, or addresses alone"
+        raise UserError("model", value, allowed, "give each kind its own command")
+    return f"model.base_url={value}" if all(are_addresses) else override
 
 
 def folder_name(text: str) -> str:

@@ -436,7 +436,7 @@ def _with_name(
             allowed = "the address of an API: this one answers with no JSON"
             hint = "end the address with /v1 if that is missing"
             raise UserError("model.base_url", model.base_url, allowed, hint)
-        if listing_problem.startswith(("HTTP 401", "HTTP 403")):
+        if listing_problem.startswith("HTTP 401"):
             raise key_error(model, listing_problem)
         if listing_problem:
             allowed += f" ({listing_problem})"

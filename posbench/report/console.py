@@ -103,7 +103,7 @@ def show_glance(console: Console, glance: Glance) -> None:
 
 def show_next(console: Console, step: str) -> None:
     """Print ``next: step`` unbroken: the first line of a broken command is another command."""
-    console.print(f"next: {step}", no_wrap=True, soft_wrap=True)
+    console.print(f"next: {step}", no_wrap=True)
 
 
 def show_link(console: Console, label: str, page: Path) -> None:

@@ -221,7 +221,7 @@ def headline(
     texts = [f"{sentence}." for sentence in sentences if sentence]
     if rows_at_positions(metrics)["gold_position"].nunique() == 2:
         texts.append(
-            "A position bias takes three gold positions: set task.positions=[0%,50%,100%]."
+            "A position bias takes three gold positions or more, of three items or more."
         )
     if verdict:
         text = f"Verdict: {verdict.name}"
@@ -525,7 +525,8 @@ def count_settings(findings: pd.DataFrame) -> int:
 
 def has_repeated_claims(findings: pd.DataFrame) -> bool:
     """Whether several models or settings judged the same claims, so that a claim has several verdicts."""
-    return bool(findings.duplicated(["claim", "statistic"]).any())
+    judges = ["claim", "model", *swept_columns_of_findings(findings)]
+    return bool(findings[judges].drop_duplicates().duplicated("claim").any())
 
 
 def main_claims(findings: pd.DataFrame) -> pd.DataFrame:

@@ -503,7 +503,9 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     correlation = Estimate(rho, low, high, len(examples))
     link = Finding.above(*LINK, correlation, SMALLEST_SHARE, note)
     # The interval is of other questions at the same positions; two unrelated curves may have one order there, too.
-    by_chance = min(2 * (permuted if link.verdict == "holds" else 1 - permuted), 1)
+    if link.verdict == "contradicted":
+        permuted = permutation_p(attention, -score)
+    by_chance = min(2 * permuted, 1)
     if link.verdict in ("holds", "contradicted"):
         link = Finding.above(*LINK, correlation, SMALLEST_SHARE, note, by_chance)
         if by_chance > ALPHA:

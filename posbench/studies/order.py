@@ -479,8 +479,14 @@ class OrderStudy(Study):
         used = others[others["use"]]
         # Not the largest difference: policies that dropped out were asked fewer questions.
         leading = others[others["leads"]] if used.empty else used
-        best = others.loc[others["difference"].idxmax()]
-        best = best if leading.empty else leading.iloc[0]
+        # Where the prompts as retrieved lead, no policy does.
+        is_none_better = leading.empty and policies["leads"].any()
+        if leading.empty:
+            leading = others
+            if is_none_better:
+                leading = others[others["n"] == others["n"].max()]
+            leading = leading.nlargest(1, "difference")
+        best = leading.iloc[0]
         gain = bootstrap.Estimate(
             best["difference"],
             best["difference_low"],
@@ -507,7 +513,7 @@ class OrderStudy(Study):
                 rule=rule,
             )
         sentence = "No policy can be recommended; none answers more than the prompts as they were retrieved."
-        if gain.value > 0:
+        if gain.value > 0 and not is_none_better:
             sentence = f"No policy can be recommended; the one that answers most is {best['name']}."
         return Glance(
             "no sure gain",

@@ -570,8 +570,14 @@ def test_what_a_server_cannot_do_is_refused_by_name(
 def test_an_address_may_stand_in_place_of_a_models_name() -> None:
     assert config_of(f"model={URL}", *TASK).model.base_url == URL
     address = "localhost:8000/v1"
-    with refused("model", address, allowed="http://", hint=f"model=http://{address}"):
-        config_of(f"model={address}", *TASK)
+    for typed in (address, f"tiny,{address}"):
+        with refused(
+            "model", address, allowed="http://", hint=f"model=http://{address}"
+        ):
+            config_of(f"model={typed}", *TASK)
+    both = f"tiny,{URL}"
+    with refused("model", both, allowed="addresses alone", hint="own command"):
+        config_of(f"model={both}", *TASK)
 
 
 def test_settings_of_a_server_want_one() -> None:
@@ -707,12 +713,9 @@ def test_a_wrong_model_is_told_with_those_of_the_server(posbench: Call) -> None:
     )
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_server_that_wants_a_key_says_so_with_its_list(
-    posbench: Call, status: int
-) -> None:
+def test_a_server_that_wants_a_key_says_so_with_its_list(posbench: Call) -> None:
     with serving() as server:
-        server.list_refusal = status
+        server.list_refusal = 401
         refused_run = posbench(f"model.base_url={server.url}", *TASK)
     assert_refused(
         refused_run.err, "model.key_env", "OPENAI_API_KEY", allowed="key", hint="export"

@@ -572,6 +572,11 @@ def test_policies_that_no_reply_was_read_under_are_named() -> None:
     glance = OrderStudy().glance({"policies": pd.concat([leading, early])})
     assert glance is not None
     assert_names(glance.sentence, "best_last")
+    base = table[:2].assign(leads=[True, False])
+    early["n"] = 4
+    glance = OrderStudy().glance({"policies": pd.concat([base, early])})
+    assert glance is not None and "reversed" not in str(glance)
+    assert_names(glance.sentence, "none")
     unread = table[table["name"].isin(["as_retrieved", "prompt_twice"])]
     glance = OrderStudy().glance({"policies": unread})
     assert glance is not None and glance.word == "cannot tell"

@@ -109,6 +109,14 @@ def test_a_total_of_other_tokens_makes_no_cut() -> None:
     assert cut.finish == "length"
 
 
+def test_a_prompt_of_no_tokens_is_one_that_was_not_counted() -> None:
+    usage = {"prompt_tokens": 0, "completion_tokens": 9}
+    reply = read_reply(answer({"content": "C"}, "stop", **usage), max_tokens=9)
+    assert reply.prompt_tokens is None and reply.finish == "length"
+    nothing = dict.fromkeys(usage, 0)
+    assert read_reply(answer({"content": "C"}, **nothing)).reply_tokens is None
+
+
 def test_a_null_reason_is_none() -> None:
     """As one that is left out: such a reply counts where it has fewer tokens than it may."""
     unstated = answer({"content": "C"}, completion_tokens=9)

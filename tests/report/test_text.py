@@ -75,7 +75,7 @@ def test_two_gold_positions_are_said_to_show_no_bias() -> None:
     frame = metrics("none")
     positions = frame["gold_position"].unique()
     inner = [p for p in positions if p != "all"][1:-1]
-    step = "task.positions=[0%,50%,100%]"
+    step = "three gold positions"
     assert step not in headline(frame)
     assert step in headline(frame[~frame["gold_position"].isin(inner)])
 

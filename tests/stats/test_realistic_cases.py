@@ -182,6 +182,20 @@ def test_two_curves_with_nothing_in_common_are_not_said_to_follow_each_other() -
     assert verdicts.count("holds") + verdicts.count("contradicted") <= 4
 
 
+def test_an_order_that_ties_make_common_contradicts_nothing() -> None:
+    """Four of five positions are equal: in one of five permutations the fifth has the most attention."""
+    scores = np.array([[1.0, 1, 1, 1, 0.5]]).repeat(20, 0)
+    rows = rows_of(scores).assign(items=20)
+    rows["depth"] = rows["gold_position"] / 4
+    attention = np.arange(1, 6) / 100
+    rows["attention"] = attention[rows["gold_position"]]
+    maps = pd.DataFrame({"layer": 0, "gold_position": range(5), "item": range(5)})
+    maps["attention"] = attention
+    tables = {"maps": maps, "layers": pd.DataFrame({"layer": [0], "used": [True]})}
+    finding = _position_findings(rows, tables)[0]
+    assert finding.verdict == "inconclusive" and finding.p >= 0.4
+
+
 def test_a_perfect_reader_has_no_bias_that_could_be_measured() -> None:
     rows = [
         {"gold_position": p, "id": f"{q} {p}", "cluster": str(q), "scores": {"a": 1.0}}
