@@ -471,12 +471,10 @@ def _prompt_section(diagnosis: Diagnosis) -> Section | None:
     text = (
         f"{_sentence(_prompt_verdict(changes))}. Accuracy over all gold positions, paired against the prompts as they "
         "are; the intervals hold for all changes together. Whether a change removes the bias, and not only raises the "
-        "average, is another question"
+        "average, is another question."
     )
-    asked = (
-        ": the command at the head of this page asks it where a change is to be used."
-    )
-    text += asked if diagnosis.next else "."
+    if diagnosis.next:
+        text += " The command at the head of this page asks it where a change is to be used."
     rows = policy_rows(changes["policies"])
     return Section("Changes of the prompt", text, POLICY_HEADER, rows)
 

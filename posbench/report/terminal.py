@@ -134,16 +134,16 @@ def show_findings(folder: Path, console: Console) -> None:
     names, cells = tables.findings_table(findings)
     rows = []
     for row in cells:
-        told = dict(zip(names, row, strict=True))
+        cell = dict(zip(names, row, strict=True))
         basis = []
-        if told.get("holds if"):
-            basis.append(f"holds {told['holds if']}")
-        if told["n"] != "0":
-            basis.append(f"n = {told['n']}")
-        text = f"{told['claim']}: {told['statistic']}"
+        if cell.get("holds if"):
+            basis.append(f"holds {cell['holds if']}")
+        if cell["n"] != "0":
+            basis.append(f"n = {cell['n']}")
+        text = f"{cell['claim']}: {cell['statistic']}"
         if basis:
             text += f" ({'; '.join(basis)})"
-        rows.append([told["verdict"], text, told["value"], told["p (Holm)"]])
+        rows.append([cell["verdict"], text, cell["value"], cell["p (Holm)"]])
     show_table(console, header, rows)
     if any("[" in value for _, _, value, _ in rows):
         console.print(INTERVAL_RULE, markup=False)

@@ -477,16 +477,14 @@ class OrderStudy(Study):
                 return Glance("cannot tell", "open", sentence, details=details)
             return None
         used = others[others["use"]]
-        # Not the largest difference: policies that dropped out were asked fewer questions.
-        leading = others[others["leads"]] if used.empty else used
-        # Where the prompts as retrieved lead, no policy does.
-        is_none_better = leading.empty and policies["leads"].any()
-        if leading.empty:
-            leading = others
-            if is_none_better:
-                leading = others[others["n"] == others["n"].max()]
-            leading = leading.nlargest(1, "difference")
-        best = leading.iloc[0]
+        leads = policies.loc[policies["leads"].astype(bool), "name"]
+        is_none_better = AS_RETRIEVED in set(leads)
+        # Policies that dropped out were asked fewer questions: their differences are of others.
+        most_asked = others[others["n"] == others["n"].max()]
+        last_choice = most_asked if is_none_better else others
+        candidates = (used, others[others["leads"].astype(bool)], last_choice)
+        best_rows = next(rows for rows in candidates if len(rows))
+        best = best_rows.nlargest(1, "difference").iloc[0]
         gain = bootstrap.Estimate(
             best["difference"],
             best["difference_low"],

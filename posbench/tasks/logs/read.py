@@ -87,7 +87,8 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
         entries = read_folder(file, skips)
         unit = "query"
     else:
-        found = _with_known_names(read_entries(file, "path", skips))
+        as_written = read_entries(file, "path", skips)
+        found = _with_known_names(as_written)
         shape = _shape_of(file, found, skips)
         unit = shape.unit or found.unit
         entries = shape.gather(found.entries, skips)
