@@ -808,13 +808,32 @@ def test_a_folder_needs_corpus_queries_and_one_run(tmp_path: Path) -> None:
     )
     with refused("task.path", allowed="run"):
         read_log(tmp_path)
-    (tmp_path / "run.trec").write_text("2 Q0 a 1 0.5 x\n1 Q0 b 1 3 x\n1 Q0 a 2 nan x\n")
+    (tmp_path / "run.trec").write_text("2 Q0 a 1 0.5 x\n1 Q0 b 1 3 x\n")
     log = read_log(tmp_path)
     assert [(q.id, q.question, q.gold) for q in log.questions] == [("2", "Two?", None)]
     assert any("ids, but no text" in note for note in log.notes())
     (tmp_path / "other.trec").write_text("")
     with refused("task.path", allowed=("run.trec", "other.trec")):
         read_log(tmp_path)
+
+
+@pytest.mark.parametrize("score", ["12,5", "nan", "high", ""])
+def test_a_line_that_would_cost_a_query_a_document_is_refused(
+    score: str, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "corpus.jsonl", *({"_id": n, "text": n} for n in "ab"))
+    write_lines(tmp_path / "queries.jsonl", {"_id": "q", "text": "Q?"})
+    (tmp_path / "run.trec").write_text(f"q Q0 a 1 9 x\nq Q0 b 2 {score} x\n")
+    with pytest.raises(UserError) as refusal:
+        read_log(tmp_path)
+    assert "run.trec, line 2" in str(refusal.value) and score in str(refusal.value)
+    (tmp_path / "run.trec").write_text("q Q0 a 1 9 x\nq Q0 b 2 8 x\n")
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\tyes\n")
+    with pytest.raises(UserError, match=r"qrels\.tsv, line 2"):
+        read_log(tmp_path)
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
+    (question,) = read_log(tmp_path).questions
+    assert len(question.documents) == 2 and question.gold == (0,)
 
 
 def test_a_run_is_read_by_its_scores(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from posbench.tasks.logs.base import Entry, Skips
 from posbench.tasks.logs.entries import read_entries
@@ -16,14 +16,14 @@ from posbench.tasks.logs.fields import (
     as_text,
     first,
 )
-from posbench.tasks.reading import refuse
+from posbench.tasks.reading import LineError, refuse
 
 CONTENT = (
     "corpus.jsonl, queries.jsonl, a run (*.trec) and, if there are any, qrels/*.tsv"
 )
 RUNS = ("*.trec", "*.run", "run.txt", "runs/*.trec", "runs/*.run")
-RUN_LINE = "a line of a run: query-id Q0 document-id rank score name"
-QREL_LINE = "a line of qrels: query-id document-id relevance, with tabs"
+RUN_LINE = "query-id Q0 document-id rank score name, such as q1 Q0 d7 1 12.5 bm25"
+QREL_LINE = "query-id document-id relevance, with tabs"
 
 
 def read_folder(folder: Path, skips: Skips) -> list[Entry]:
@@ -31,15 +31,16 @@ def read_folder(folder: Path, skips: Skips) -> list[Entry]:
 
     Args:
         folder: The folder.
-        skips: Receives queries without documents, and lines of a run or of judgements that cannot be read.
+        skips: Receives queries without documents, and those with documents that the corpus lacks.
 
     Raises:
-        UserError: A file is missing or cannot be read, or there are several runs.
+        UserError: A file is missing or cannot be read, there are several runs, or a line of a run or of judgements is
+            none: without it a query would miss a document, or its gold one.
     """
-    texts = _by_id(_file(folder, "corpus.jsonl", "corpus.jsonl.gz"), skips)
+    texts = _by_id(_file(folder, "corpus.jsonl", "corpus.jsonl.gz"))
     queries_file = _file(folder, "queries.jsonl", "queries.jsonl.gz")
-    run = _run(_file(folder, *RUNS), skips)
-    judged = _judged(folder, skips)
+    run = _run(_file(folder, *RUNS))
+    judged = _judged(folder)
     entries = []
     for number, fields in read_entries(queries_file, "path", skips).entries:
         query = _name(fields) or ""
@@ -80,17 +81,13 @@ def _name(fields: Any) -> str | None:
     return as_text(value, "id") if isinstance(value, str | int) else None
 
 
-def _by_id(file: Path, skips: Skips) -> dict[str, dict[str, Any]]:
-    """The documents of a corpus."""
-    documents: dict[str, dict[str, Any]] = {}
-    for number, fields in read_entries(file, "path", skips).entries:
-        name = _name(fields)
-        if name is None or not isinstance(fields.get("text"), str):
-            right = '{"_id": "...", "title": "...", "text": "..."}'
-            skips.add(number, f"no id or text in {file.name}", right)
-            continue
-        documents[name] = dict(fields)
-    return documents
+def _by_id(file: Path) -> dict[str, dict[str, Any]]:
+    """The documents of a corpus. A query that was given one without id or text is skipped when it is read."""
+    return {
+        name: dict(fields)
+        for _, fields in read_entries(file, "path", Skips()).entries
+        if (name := _name(fields)) is not None and isinstance(fields.get("text"), str)
+    }
 
 
 def _columns(file: Path) -> Iterator[tuple[int, Sequence[str]]]:
@@ -105,7 +102,7 @@ def _columns(file: Path) -> Iterator[tuple[int, Sequence[str]]]:
             yield number, [column.strip() for column in columns]
 
 
-def _run(file: Path, skips: Skips) -> dict[str, list[tuple[float, int, str]]]:
+def _run(file: Path) -> dict[str, list[tuple[float, int, str]]]:
     """Score, rank and id of the documents of each query, by falling score, then by rank."""
     run: dict[str, list[tuple[float, int, str]]] = {}
     for number, columns in _columns(file):
@@ -116,13 +113,21 @@ def _run(file: Path, skips: Skips) -> dict[str, list[tuple[float, int, str]]]:
                 raise ValueError("no finite score")
             run.setdefault(query, []).append((value, int(rank), name))
         except ValueError:
-            skips.add(number, f"a line of {file.name} that is no run", RUN_LINE)
+            _refuse_line(file, number, columns, RUN_LINE)
     for ranked in run.values():
         ranked.sort(key=lambda found: (-found[0], found[1]))
     return run
 
 
-def _judged(folder: Path, skips: Skips) -> dict[str, list[str]]:
+def _refuse_line(
+    file: Path, number: int, columns: Sequence[str], allowed: str
+) -> NoReturn:
+    """Refuse a line of a run or of judgements."""
+    location = f"task.path: {file.name}, line {number}"
+    raise LineError(location, repr(" ".join(columns)), allowed, "fix or remove it")
+
+
+def _judged(folder: Path) -> dict[str, list[str]]:
     """Ids of the relevant documents of each query."""
     files = sorted(
         [
@@ -143,7 +148,7 @@ def _judged(folder: Path, skips: Skips) -> dict[str, list[str]]:
                 if float(relevance) > 0:
                     judged.setdefault(query, []).append(name)
             except ValueError:
+                # The first line may name the columns.
                 if number > 1:
-                    reason = f"a line of {file.name} that is no judgement"
-                    skips.add(number, reason, QREL_LINE)
+                    _refuse_line(file, number, columns, QREL_LINE)
     return judged
