@@ -407,9 +407,10 @@ def layer_title(layers: Sequence[int]) -> str:
 
 
 def start_at_zero(axes: Axes) -> None:
-    """Let the y axis of weights start at 0 and end above the highest line."""
-    top = max(float(np.nanmax(line.get_ydata())) for line in axes.lines)
-    axes.set_ylim(0, 1.08 * top or 1.0)
+    """Let the y axis of weights start at 0 and end above the highest line and band."""
+    tops = [np.nanmax(line.get_ydata()) for line in axes.lines]
+    tops += [band.get_datalim(axes.transData).y1 for band in axes.collections]
+    axes.set_ylim(0, 1.08 * float(max(tops)) or 1.0)
     axes.ticklabel_format(axis="y", scilimits=(-3, 3))
 
 
