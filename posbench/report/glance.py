@@ -638,6 +638,8 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
         low = row[f"{column}_min"]
         high = row[f"{column}_max"]
         spread = f"{row['work']}; {low:.2f} to {high:.2f} over rounds"
+        if row.get("n") == 1:
+            spread = f"{row['work']}; one round"
         texts.append(f"{row['way']} {verb} {display_name(row['base'])} ({spread})")
     return texts
 

@@ -20,6 +20,7 @@ from posbench.model import families
 from posbench.model.hooks import cache_name, replace_attribute
 from posbench.model.lm import LM
 from posbench.model.load import torch_device
+from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import reference
@@ -58,9 +59,7 @@ class Latency(TimingStudy):
     """
 
     all_methods: ClassVar[bool] = True
-    caption: ClassVar[str] = (
-        "What methods and the channel search cost, on random weights."
-    )
+    caption: ClassVar[str] = "What methods cost, on random weights."
 
     shape: Shape = "small"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -74,7 +73,7 @@ class Latency(TimingStudy):
     floors: bool = False
 
     def check(self, run: Run) -> None:
-        """Refuse floors of replies longer than one token, prompts beyond the window, and unknown methods.
+        """Refuse floors of replies longer than one token, prompts beyond the window, and methods that it cannot time.
 
         Raises:
             UserError: A field does not fit.
@@ -96,10 +95,19 @@ class Latency(TimingStudy):
                 value = getattr(self, name)
                 hint = f"lower study.{name}, or choose another study.shape"
                 raise UserError(f"study.{name}", value, allowed, hint)
-        for name in sorted(set(self.methods) - set(run.all_methods)):
-            allowed = ", ".join(run.all_methods)
-            hint = "posbench ls methods shows them"
-            raise UserError("study.methods", name, allowed, hint)
+        if not (self.methods_at or self.prompts or self.search_tokens):
+            allowed = "a length here, in study.methods_at or in study.search_tokens"
+            hint = "leave one of the three at its default"
+            raise UserError("study.prompts", [], allowed, hint)
+        timed = [
+            name
+            for name, choice in run.all_methods.items()
+            # On these prompts of random tokens a change of the prompt would count as the unmodified model.
+            if choice.changed_part != "prompt"
+        ]
+        for name in sorted(set(self.methods) - set(timed)):
+            hint = "posbench ls methods shows them; study=remedies times changes of the prompt, too"
+            raise UserError("study.methods", name, ", ".join(timed), hint)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Time a model with random weights: prefill and generation under each method, and the search.
@@ -120,14 +128,17 @@ class Latency(TimingStudy):
             "scale_channel": example,
             "re-projection": Reprojection(**vars(example)),
         }
-        plan = [(tokens, methods) for tokens in self.methods_at]
-        plan += [(tokens, direct_ways) for tokens in self.prompts]
+        # A length in both lists is one work.
+        plan = dict.fromkeys(self.methods_at, methods)
+        for tokens in self.prompts:
+            plan[tokens] = plan.get(tokens, {}) | direct_ways
         generation: list[Row] = []
         search: list[Row] = []
         num_works = len(plan) * len(self.new_tokens) + bool(self.search_tokens)
         with run.progress("works", num_works) as advance:
-            for (tokens, methods), new_tokens in product(plan, self.new_tokens):
-                generation += self.generation(lm, methods, tokens, new_tokens)
+            lengths = product(plan.items(), dict.fromkeys(self.new_tokens))
+            for (tokens, ways), new_tokens in lengths:
+                generation += self.generation(lm, ways, tokens, new_tokens)
                 advance(1)
             if self.search_tokens:
                 search += self.search(lm)
@@ -136,11 +147,13 @@ class Latency(TimingStudy):
 
     def _chosen_methods(self, run: Run, lm: LM) -> dict[str, Method]:
         """Return the methods to time, by name, with the least work each could do (its floor) if that is asked."""
-        names = (UNMODIFIED, *(self.methods or run.all_methods))
-        methods = applicable_methods(
-            lm, run.all_methods, lambda choice: choice.cls.example(lm), run.console.out
+        names = self.methods or run.all_methods
+        choices = {
+            name: run.all_methods[name] for name in run.all_methods if name in names
+        }
+        chosen = applicable_methods(
+            lm, choices, lambda choice: choice.cls.example(lm), run.console.out
         )
-        chosen = {name: method for name, method in methods.items() if name in names}
         if self.floors:
             chosen |= floors(chosen)
         return chosen
@@ -189,6 +202,14 @@ class Latency(TimingStudy):
             texts = [f"{paper.ratio} ({paper.source})" for paper in shown.itertuples()]
             row |= {"tokens": tokens, "paper": "; ".join(texts)}
         return rows
+
+    def figures(self, tables: Tables) -> Drawn:
+        """The ratios of each table; the search's has a caption of its own."""
+        figures = {**super().figures(tables)}
+        if "search" in figures:
+            caption = "What the channel search costs, on random weights."
+            figures["search"] = (figures["search"][0], caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Compare each ratio of times in a paper with the one measured at the same prompt length.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import MinLen
 
+from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Figure, Tensor, inference_mode, pd, torch
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.guard import check_finite, guarded
+from posbench.model.items import token_spans
 from posbench.model.lm import LM, length_batches
 from posbench.model.load import Dtype, load
 from posbench.plots import base as plot
@@ -24,6 +26,7 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.cost.timing import applicable_methods, with_environment
 
 BATCH_SIZES = (1, 4, 16)
+Rounded = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +44,24 @@ class Precision(Study):
     all_methods: ClassVar[bool] = True
 
     prompts: Count = 512
-    dtypes: Annotated[tuple[Dtype, ...], MinLen(1)] = ("float32", "bfloat16", "float16")
+    dtypes: Annotated[tuple[Rounded, ...], MinLen(1)] = get_args(Rounded)
+
+    def check(self, run: Run) -> None:
+        """Refuse a weight type that is named twice.
+
+        Raises:
+            UserError: One is.
+        """
+        if len(set(self.dtypes)) < len(self.dtypes):
+            allowed = "each weight type once"
+            raise UserError("study.dtypes", list(self.dtypes), allowed, "remove one")
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Return the tables ``errors`` and ``drifts``: by method and weights, how far the logits of prompts differ.
 
-        ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
-        moves the logits. ``drifts`` is by batch, against one prompt at a time. Both have the columns of
-        :func:`compare`.
+        ``errors`` is against float64, one prompt at a time, under the method ``against``: the same one, but in rows
+        in float64, which show how far a method itself moves the logits of the unmodified model. ``drifts`` is by
+        batch, against one prompt at a time. Both have the columns of :func:`compare`.
         """
         prompts = self._prompts(run)
         methods = applicable_methods(
@@ -70,10 +83,12 @@ class Precision(Study):
                     logits = {
                         size: next_logits(lm, method, prompts, size)
                         for size in BATCH_SIZES
+                        if size <= len(prompts)
                     }
                     one_by_one = logits.pop(1)
                     key = {"method": name, "weights": dtype}
-                    errors.append({**key, **compare(one_by_one, exact[name])})
+                    error = compare(one_by_one, exact[name])
+                    errors.append({**key, "against": name, **error})
                     for size, in_batches in logits.items():
                         drift = compare(in_batches, one_by_one)
                         drifts.append({**key, "batch": size, **drift})
@@ -82,25 +97,39 @@ class Precision(Study):
         # What the methods themselves change, to compare the errors with.
         for name, exact_logits in exact.items():
             effect = compare(exact_logits, unmodified)
-            errors.append({"method": name, "weights": "float64", **effect})
+            key = {"method": name, "weights": "float64", "against": UNMODIFIED}
+            errors.append({**key, **effect})
         return {"errors": with_environment(errors), "drifts": with_environment(drifts)}
 
     def _prompts(self, run: Run) -> list[list[int]]:
         """Return token ids of evaluation prompts, spread over the whole set, of different lengths."""
-        step = max(1, len(run.evaluation) // self.prompts)
-        chosen = run.evaluation[::step][: self.prompts]
-        prompts = [encoded.ids for encoded in run.prompts.encode(chosen).values()]
-        # Every second prompt loses some of its first pairs: equal lengths would need no padding.
-        for i in range(0, len(prompts), 2):
-            prompt = prompts[i]
-            # Four tokens a pair.
-            prompts[i] = prompt[:1] + prompt[1 + 4 * (i % 7) :]
+        examples = run.evaluation
+        count = min(self.prompts, len(examples))
+        chosen = [examples[i * len(examples) // count] for i in range(count)]
+        encoded = run.prompts.encode(chosen).values()
+        prompts = [prompt.ids for prompt in encoded]
+        # Every second prompt loses some items before the gold one: equal lengths would need no padding.
+        for i, (example, prompt) in enumerate(zip(chosen, encoded, strict=True)):
+            removed = min(i % 7, example.gold_position or 0, *example.other_gold)
+            if i % 2 == 0 and removed and prompt.offsets:
+                spans = token_spans(prompt.offsets, example.items)
+                start, end = spans[0][0], spans[removed][0]
+                prompts[i] = prompt.ids[:start] + prompt.ids[end:]
         return prompts
 
     def figures(self, tables: Tables) -> Drawn:
-        """Errors and effects."""
-        caption = "Mean difference of logits: error of each weight type, and what the method itself does."
-        return {"errors": (errors_figure(tables["errors"]), caption)}
+        """Errors and effects; the caption has the unmodified model's numbers."""
+        errors = tables["errors"]
+        of_model = errors[errors["method"] == UNMODIFIED]
+        numbers = [
+            f"{row.mean:.2g} in {row.weights} ({100 * row.changed:.1f} % of {row.n} prompts get another answer token)"
+            for row in of_model.itertuples()
+        ]
+        caption = (
+            "Mean difference of logits: error of each weight type, and what the method itself does. "
+            f"Unmodified: {'; '.join(numbers)}. All numbers: errors.csv, and by batch drifts.csv."
+        )
+        return {"errors": (errors_figure(errors), caption)}
 
 
 def _load(run: Run, dtype: Dtype, prompts: Sequence[Sequence[int]]) -> LM:
@@ -154,6 +183,9 @@ def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
     Args:
         logits: [N, V].
         reference: What they are compared with, [N, V].
+
+    Returns:
+        ``largest``, ``mean`` and ``changed``, and the number of prompts ``n``.
     """
     error = (logits - reference).abs()
     changed = (logits.argmax(-1) != reference.argmax(-1)).double().mean()
@@ -161,6 +193,7 @@ def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
         "largest": error.max().item(),
         "mean": error.mean().item(),
         "changed": changed.item(),
+        "n": len(logits),
     }
 
 

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, ClassVar, Literal
 
 from posbench import paths
+from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.files.sources import Source, checkpoint_source
 from posbench.late import inference_mode, pd, torch
@@ -92,6 +93,17 @@ class Throughput(TimingStudy):
     questions: Count = 1
     works: tuple[Work, ...] = tuple(FACTORS)
     candidates: Count | None = 40
+
+    def check(self, run: Run) -> None:
+        """Refuse a study of nothing.
+
+        Raises:
+            UserError: No work is asked for.
+        """
+        if not (self.pairs or self.works or self.candidates):
+            allowed = "a work here, in study.pairs or in study.candidates"
+            hint = "leave one of the three at its default"
+            raise UserError("study.works", [], allowed, hint)
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
@@ -310,6 +322,9 @@ def moved_gold(lm: LM, tokens: int, question: int) -> list[Example]:
         lm: The model, whose tokenizer counts.
         tokens: Tokens of a prompt.
         question: Number of the question; seeds its words.
+
+    Raises:
+        UserError: There are not so many pairs of words.
     """
     rng = random.Random(f"posbench throughput {question}")
     words = [first + second for first in WORDS for second in WORDS]
@@ -318,6 +333,10 @@ def moved_gold(lm: LM, tokens: int, question: int) -> list[Example]:
     sample, _ = compact_prompt(pairs[:SAMPLE_PAIRS], words[0])
     sample_tokens = len(lm.encode(sample).ids)
     num_pairs = max(NUM_POSITIONS, round(SAMPLE_PAIRS * tokens / sample_tokens))
+    if num_pairs > len(pairs):
+        most = int(len(pairs) * sample_tokens / SAMPLE_PAIRS)
+        allowed = f"at most {most:,} tokens, as there are {len(pairs):,} pairs of words"
+        raise UserError("study.tokens", tokens, allowed, "lower study.tokens")
     gold = pairs[0]
     distractors = pairs[1:num_pairs]
     key, value = gold

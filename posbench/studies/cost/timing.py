@@ -268,8 +268,10 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
     quantity = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
-    base = str(measured["base"].iloc[0]).replace(UNMODIFIED, "unmodified")
-    label = f"{quantity} {base} (median and range over rounds)"
+    bases = measured["base"].replace(UNMODIFIED, "unmodified").unique()
+    base = bases[0] if len(bases) == 1 else "the first way of each panel"
+    several = "median and range over rounds"
+    label = f"{quantity} {base} ({several if measured['n'].max() > 1 else 'one round'})"
     axes.set(xlabel=label)
     if 0 < plot.LOG_AXIS_RATIO * measured[kind].min() <= measured[kind].max():
         axes.set_xscale("log")

@@ -26,6 +26,7 @@ from posbench.studies.cost import timing
 from posbench.studies.cost.floors import floors
 from posbench.studies.cost.latency import Latency
 from tests.conftest import Result, config_of, run_folders
+from tests.messages import assert_refused
 from tests.models import build
 from tests.rounding import assert_same, family_noise
 
@@ -141,7 +142,7 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     (folder,) = run_folders(outputs)
     ways = pd.read_csv(folder / "generation.csv", keep_default_na=False)["way"].tolist()
     least = ["moice: 7 kernel calls alone", "moice: own kernel alone"]
-    assert ways == ["none", "moice", *least, "none", "scale_channel", "re-projection"]
+    assert ways == ["none", "moice", *least, "scale_channel", "re-projection"]
     assert pd.read_csv(folder / "search.csv")["work"].unique().tolist() == [
         "2 candidates, 8 + 4 tokens"
     ]
@@ -266,3 +267,40 @@ def test_soft_capped_scores_get_a_kernel_that_caps_them(
     monkeypatch.setattr(transformers.Gemma2ForCausalLM, "_supports_sdpa", True)
     lm = timing.random_model("check_gemma2", CPU)
     assert lm.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (["study.methods=[attention_sorting]"], "study.methods"),
+        (["study.methods=[documents_twice]"], "study.methods"),
+        (
+            ["study.methods_at=[]", "study.prompts=[]", "study.search_tokens=0"],
+            "study.prompts",
+        ),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(
+    settings: list[str], field: str, posbench: Callable[..., Result], outputs: Path
+) -> None:
+    result = posbench("study=latency", *settings)
+    assert result.status == 2 and not run_folders(outputs)
+    assert_refused(result.err, field)
+
+
+def test_a_length_in_both_lists_is_one_work(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    lengths = [
+        "study.methods_at=[16]",
+        "study.prompts=[16,16]",
+        "study.search_tokens=0",
+    ]
+    result = posbench(
+        "study=latency", "study.methods=[scale_channel]", "study.repeats=1", *lengths
+    )
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    rows = pd.read_csv(folder / "generation.csv", keep_default_na=False)
+    assert rows["way"].tolist() == ["none", "scale_channel", "re-projection"]
+    assert "one round" in result.out and "over rounds" not in result.out

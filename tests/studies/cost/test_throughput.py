@@ -15,6 +15,7 @@ from posbench.pipeline.prepare import build_run
 from posbench.run import replies as run_replies
 from posbench.studies.cost import throughput
 from tests.conftest import Result, config_of, run_folders
+from tests.messages import assert_refused, refused
 
 
 def run_of(*overrides: str) -> Any:
@@ -116,3 +117,17 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
         True,
         False,
     ]
+
+
+def test_a_study_of_nothing_and_prompts_of_too_many_pairs_are_refused(
+    posbench: Callable[..., Result], outputs: Path, tiny: Any
+) -> None:
+    nothing = ["study.pairs=[]", "study.works=[]", "study.candidates=null"]
+    result = posbench("study=throughput", *nothing)
+    assert result.status == 2 and not run_folders(outputs)
+    assert_refused(result.err, "study.works")
+    with refused("study.tokens", 100_000):
+        throughput.moved_gold(tiny, 100_000, 0)
+    # Each gold pair has another position, and so another prompt.
+    examples = throughput.moved_gold(tiny, 3000, 0)
+    assert len({example.prompt for example in examples}) == throughput.NUM_POSITIONS
