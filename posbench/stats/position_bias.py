@@ -371,7 +371,7 @@ def statistic_rows(
         questions = min(len(set(clusters)) for _, clusters in groups.values())
         curve, draws = all_curves[method]
         positions = [mean(values, clusters) for values, clusters in groups.values()]
-        # Equal answers have equal draws, and get the same noise: a difference of them is none.
+        # Equal answers have equal draws, and get the same noise: their statistics are equal.
         first_alike = next(
             number
             for number, other in enumerate(complete)
@@ -459,6 +459,9 @@ class CurveEstimates:
     Attributes:
         by_statistic: Estimate of each of :func:`curve_statistics` and of :func:`position_bias`, by name.
         draws: Bootstrap draws of each, [R], by name.
+        curve: Means at K gold positions, [K].
+        curve_draws: Their bootstrap draws, [R, K].
+        sizes: Prompts at each position, [K].
         n: Prompts behind the curve.
         questions: Fewest questions at a position.
     """
@@ -488,8 +491,10 @@ class CurveEstimates:
         values["position_bias"] = position_bias(curve, draws)[0]
         if is_binary:
             draws = _smoothed(curve, draws, sizes, seed)
-        self.draws = curve_statistics(draws)
-        self.draws["position_bias"] = position_bias(curve, draws)[1]
+        self.curve = curve
+        self.curve_draws = draws
+        self.sizes = sizes
+        self.draws = _statistic_draws(curve, draws)
         self.by_statistic = {
             key: percentile(value, self.draws[key], self.n, questions)
             for key, value in values.items()
@@ -525,10 +530,12 @@ class CurveEstimates:
         """
         own_estimate = self.by_statistic[key]
         base_estimate = base.by_statistic[key]
+        is_equal = self._has_equal_answers(base)
         # Of a middle drop the interval is not from draws; they only give the correlation.
-        if key != "middle_drop":
+        if key != "middle_drop" or is_equal:
             value = own_estimate.value - base_estimate.value
-            draws = self.draws[key] - base.draws[key]
+            own_draws = self._draws_with_changed_pairs() if is_equal else self.draws
+            draws = own_draws[key] - base.draws[key]
             return percentile(value, draws, self.n, self.questions)
         with np.errstate(invalid="ignore"):
             correlations = np.corrcoef(self.draws[key], base.draws[key])
@@ -540,8 +547,28 @@ class CurveEstimates:
         own_estimate = self.by_statistic["position_bias"]
         base_estimate = base.by_statistic["position_bias"]
         value = own_estimate.value - base_estimate.value / 2
-        draws = self.draws["position_bias"] - base.draws["position_bias"] / 2
+        is_equal = self._has_equal_answers(base)
+        own_draws = self._draws_with_changed_pairs() if is_equal else self.draws
+        draws = own_draws["position_bias"] - base.draws["position_bias"] / 2
         return percentile(value, draws, self.n, self.questions)
+
+    def _has_equal_answers(self, base: CurveEstimates) -> bool:
+        """Whether no answer differs from that of another method, so that draws of a difference are all zero."""
+        return np.array_equal(self.curve_draws, base.curve_draws)
+
+    def _draws_with_changed_pairs(self) -> dict[str, Array]:
+        """Draws with the noise of half a pair more of each sign, for a method that changed no answer.
+
+        It may yet change some of other questions: of n at a position up to about 3/n of them, by the rule of three.
+        """
+        noise = np.random.default_rng(self.n).normal(size=self.curve_draws.shape)
+        draws = self.curve_draws + noise / (self.sizes + 1)
+        return _statistic_draws(self.curve, draws)
+
+
+def _statistic_draws(curve: Array, draws: Array) -> dict[str, Array]:
+    """Draws [R] of each of :func:`curve_statistics` and of :func:`position_bias`, by name, from draws [R, K]."""
+    return curve_statistics(draws) | {"position_bias": position_bias(curve, draws)[1]}
 
 
 def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -> Array:

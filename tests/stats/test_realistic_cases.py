@@ -15,6 +15,7 @@ from posbench.stats.findings import draws_p
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.policies import CANNOT_TELL, USE, PolicyRace
 from posbench.stats.position_bias import (
+    MINUS_HALF,
     contrast_estimates,
     contrast_with_others,
     floor_note,
@@ -57,7 +58,7 @@ def test_a_position_unlike_the_others_is_not_taken_for_one_of_them() -> None:
     assert missed <= 0.12 * draws
 
 
-def test_equal_answers_have_equal_statistics_and_no_difference() -> None:
+def test_equal_answers_have_equal_statistics_and_a_difference_of_about_zero() -> None:
     """A factor of 1 changes nothing: its bias and its shape are those of the unmodified model."""
     scores = (np.random.default_rng(3).random((6, 5)) < 0.6) * 1.0
     rows = [rows_of(scores).assign(method=name) for name in (UNMODIFIED, "same")]
@@ -68,7 +69,27 @@ def test_equal_answers_have_equal_statistics_and_no_difference() -> None:
     for name, estimate in by_method[UNMODIFIED].items():
         assert by_method["same"][name] == pytest.approx(estimate, nan_ok=True), name
     change = by_method["same"]["position_bias_difference None"]
-    assert change.value == change.ci_low == change.ci_high == 0
+    assert change.value == 0 and change.ci_low < 0 < change.ci_high
+
+
+def test_no_changed_answer_does_not_show_that_none_would_change() -> None:
+    """A method that would mend a share s of the middle's n answers changes none of them with a chance of (1 - s)^n."""
+    curve = np.array([1.0, 0, 1])
+    widths = []
+    for questions in (10, 20, 50):
+        scores = np.tile(curve, (questions, 1))
+        rows = [rows_of(scores).assign(method=name) for name in (UNMODIFIED, "same")]
+        found = statistic_rows(pd.concat(rows), "score", UNMODIFIED, 2000, 0)
+        by_name = {r.statistic: r.estimate for r in found if r.method == "same"}
+        change = by_name["position_bias_difference"]
+        mended = 1 - 0.1 ** (1 / questions)
+        # The standard deviation of 1, s, 1 instead of that of 1, 0, 1.
+        true_change = np.std([1, mended, 1], ddof=1) - np.std(curve, ddof=1)
+        assert change.ci_low < true_change < 0 < change.ci_high
+        widths.append(change.ci_high - change.ci_low)
+        # Far from half of it can be mended: that is sure.
+        assert by_name[MINUS_HALF].ci_low > 0
+    assert widths == sorted(widths, reverse=True)
 
 
 @pytest.mark.parametrize("questions", [1, 2])
