@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from posbench import paths, versions
-from posbench.cli.options import option
+from posbench.cli.options import flag, option
 from posbench.cli.runs import split_outputs
 from posbench.errors import UserError
 from posbench.export import base, write
@@ -90,9 +90,8 @@ def export(args: list[str]) -> int:
     to, remaining = option(remaining, "--to")
     out, remaining = option(remaining, "--out")
     weights, remaining = option(remaining, "--weights")
-    exact = "--exact" in remaining
-    forced = "--force" in remaining
-    remaining = [arg for arg in remaining if arg not in ("--exact", "--force")]
+    exact, remaining = flag(remaining, "--exact")
+    forced, remaining = flag(remaining, "--force")
     if to is None or out is None or not remaining:
         raise UserError(
             "export",

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from posbench import paths
-from posbench.cli.options import option
+from posbench.cli.options import flag, option
 from posbench.errors import UserError, choices, near
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
 from posbench.model.families import FAMILIES
@@ -36,14 +36,14 @@ def ls(args: list[str]) -> int:
     example: posbench ls experiments | cut -f 1
     """
     config_dir, args = option(args, "--config-dir")
-    names = [arg for arg in args if arg != "--json"]
+    as_json, names = flag(args, "--json")
     if len(names) > 1 or (names and names[0] not in CHOICES):
         typed = " ".join(names)
         allowed = [*CHOICES, "runs"]
         hint = near(typed, allowed, "posbench ls models")
         raise UserError("ls", typed, ", ".join(allowed), hint)
     records = {kind: _records(kind, config_dir) for kind in names or CHOICES}
-    show_lists(records, as_json="--json" in args)
+    show_lists(records, as_json)
     return 0
 
 

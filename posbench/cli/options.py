@@ -1,4 +1,4 @@
-"""Options of verbs.
+"""Options and flags of verbs.
 
 argparse would not be shorter, and would lose a promise: its messages say neither what is allowed nor the next
 step, and it reads overrides such as ``-m`` and ``~key`` as its own options.
@@ -9,6 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posbench.errors import UserError
+
+
+def flag(args: Sequence[str], name: str) -> tuple[bool, list[str]]:
+    """Split a flag, which has no value, from arguments.
+
+    Args:
+        args: Arguments of a verb.
+        name: The flag.
+
+    Returns:
+        Whether it is among them, and the remaining arguments.
+    """
+    return name in args, [arg for arg in args if arg != name]
 
 
 def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posbench.cli.options import option
+from posbench.cli.options import flag, option
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash, write_json
 from posbench.files.secrets import without_typed_secrets
@@ -65,8 +65,7 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
 
     example: posbench order my_log.jsonl model=http://localhost:8000/v1 references=answers.csv
     """
-    as_json = "--json" in args
-    args = [arg for arg in args if arg != "--json"]
+    as_json, args = flag(args, "--json")
     typed_budget, args = option(args, "budget")
     references, args = option(args, "references")
     positional = [a for a in read_flags(args).overrides if "=" not in a]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from posbench.cli.options import option
+from posbench.cli.options import flag, option
 from posbench.errors import UserError, near
 from posbench.report import index
 from posbench.report.console import (
@@ -65,7 +65,7 @@ def ls_runs(args: list[str]) -> int:
     example: posbench ls runs model=tiny task.pairs=12 state=done
     """
     outputs, remaining = split_outputs(args)
-    filters = [arg for arg in remaining if arg != "--json"]
+    as_json, filters = flag(remaining, "--json")
     check_flags(filters, "--outputs DIR, --json", "ls runs")
     records: list[Record] = []
     # A default folder that does not exist is no mistake: nothing ran yet.
@@ -78,7 +78,7 @@ def ls_runs(args: list[str]) -> int:
             hint = index.suggest_filter(filters, index.records(outputs))
         print(f"posbench: no run in {outputs}{condition}{hint}", file=sys.stderr)
     console = make_console()
-    if console.is_terminal and "--json" not in remaining:
+    if console.is_terminal and not as_json:
         # As a title of the table it would break where the table ends.
         console.print(index.list_title(records), style="italic")
         if records:
@@ -90,7 +90,7 @@ def ls_runs(args: list[str]) -> int:
             if step:
                 show_next(console, step)
     else:
-        show_lists({index.list_title(records): records}, "--json" in remaining)
+        show_lists({index.list_title(records): records}, as_json)
     return 0
 
 
@@ -130,7 +130,7 @@ def compare(args: list[str]) -> int:
     outputs, remaining = split_outputs(args)
     out, remaining = option(remaining, "--out")
     formats, remaining = figure_formats(remaining)
-    names = [arg for arg in remaining if arg != "--json"]
+    as_json, names = flag(remaining, "--json")
     check_flags(
         names, "--out FOLDER, --format pdf,png, --outputs DIR, --json", "compare"
     )
@@ -138,7 +138,7 @@ def compare(args: list[str]) -> int:
     destination = Path(out).expanduser() if out else None
     files, lines, messages = write_comparison(folders, destination, formats)
     title = "differences are from the first run; in % and points, [95 % interval]"
-    show_lists({title: lines}, "--json" in remaining, terminal_rows)
+    show_lists({title: lines}, as_json, terminal_rows)
     for message in messages:
         print(message, file=sys.stderr)
     glance = comparison_glance(lines, folders)

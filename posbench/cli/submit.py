@@ -19,7 +19,7 @@ from typing import Any
 
 from posbench import paths
 from posbench.cli.main import main
-from posbench.cli.options import option
+from posbench.cli.options import flag, option
 from posbench.errors import Faults, UserError
 from posbench.files.secrets import without_typed_secrets
 from posbench.pipeline import jobs as job_records
@@ -386,8 +386,7 @@ def resume(args: list[str]) -> int:
     """
     part_text, remaining = option(args, "--part")
     shard_text, remaining = option(remaining, "--shard")
-    agrees = "--yes" in remaining
-    remaining = [arg for arg in remaining if arg != "--yes"]
+    agrees, remaining = flag(remaining, "--yes")
     leaves_end = part_text is not None
     text = part_text if part_text is not None else shard_text or "0/1"
     shard = _shard("--part" if leaves_end else "--shard", text)

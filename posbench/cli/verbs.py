@@ -14,7 +14,7 @@ from typing import Any
 from posbench import paths
 from posbench.backends.base import text_encoder
 from posbench.backends.served import Endpoint
-from posbench.cli.options import option
+from posbench.cli.options import flag, option
 from posbench.cli.runs import check_flags, figure_formats, split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
@@ -77,8 +77,7 @@ def fetch(args: list[str]) -> int:
 
     example: posbench fetch model=mistral7b task=nq_multidoc --dry-run
     """
-    dry_run = "--dry-run" in args
-    overrides = [arg for arg in args if arg != "--dry-run"]
+    dry_run, overrides = flag(args, "--dry-run")
     if overrides and not re.search("^-|=", overrides[0]):
         overrides[0] = f"model={overrides[0]}"
     jobs = compose(overrides)
@@ -116,8 +115,7 @@ def validate(args: list[str]) -> int:
 
     example: posbench validate model=mistral7b method=layer_scaling
     """
-    measure = "--measure" in args
-    args = [arg for arg in args if arg != "--measure"]
+    measure, args = flag(args, "--measure")
     # Without arguments: every choice, checked without its files.
     checks_choices = not args and not measure
     commands = _all_choices() if checks_choices else [args]
@@ -453,9 +451,9 @@ def show(args: list[str]) -> int:
     example: posbench show outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d --wrong
     """
     example_id, args = option(args, "--id")
-    flags = [arg for arg in args if arg in ("--wrong", "--all")]
-    names = [arg for arg in args if arg not in flags]
-    folder = _folder("show", names, "--wrong, --all, --id ID, --outputs DIR")
+    only_wrong, args = flag(args, "--wrong")
+    shows_all, args = flag(args, "--all")
+    folder = _folder("show", args, "--wrong, --all, --id ID, --outputs DIR")
     run = open_undamaged(folder)
     if not run.rows(PREDICTIONS):
         hint = "repeat its command with evaluate in stages=[...]"
@@ -475,8 +473,8 @@ def show(args: list[str]) -> int:
         f"{len(wrong_ids)} of {len(all_ids)} examples are scored below 1 "
         "under some method"
     )
-    ids = wrong_ids if "--wrong" in flags else all_ids
-    printed_ids = ids if "--all" in flags else spread_sample(ids)
+    ids = wrong_ids if only_wrong else all_ids
+    printed_ids = ids if shows_all else spread_sample(ids)
     for example_id in printed_ids:
         print(f"\n{examples.text(example_id)}")
     if printed_ids:
