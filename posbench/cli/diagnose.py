@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-
 from posbench.cli.options import option
 from posbench.diagnose.allowance import DEFAULT_BUDGET
 from posbench.diagnose.course import Course
 from posbench.diagnose.page import glance, lines, write_diagnosis
-from posbench.files.secrets import without_typed_secrets
+from posbench.files.secrets import command_line
 from posbench.pipeline.arguments import URL, read_flags, with_address
 from posbench.report.console import make_console, show_glance, show_link
 from posbench.run.budget import Budget, Stopwatch
@@ -43,8 +41,7 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
     diagnosis = course.diagnosis
     # The page's command is for others, who answer for themselves whether a server may be asked.
     typed = [arg for arg in args if not arg.startswith("runtime.yes=")]
-    masked = map(without_typed_secrets, typed)
-    command = shlex.join(["posbench", "diagnose", *masked, f"budget={budget.text}"])
+    command = command_line(["diagnose", *typed, f"budget={budget.text}"])
     page = write_diagnosis(diagnosis, course.folder, command)
     console.rule(f"diagnosis of {diagnosis.model}")
     for line in lines(diagnosis):

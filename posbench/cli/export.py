@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from posbench.files import sources
 from posbench.files.checksums import file_sha256
 from posbench.files.digests import Content, read_contents
 from posbench.files.parse import Object, read_yaml
-from posbench.files.secrets import without_typed_secrets
+from posbench.files.secrets import command_line
 from posbench.late import torch
 from posbench.methods.base import Method
 from posbench.methods.choice import MethodChoice
@@ -154,14 +153,7 @@ def export(args: list[str]) -> int:
     contents = read_contents([config.model.checkpoint])
     own_folder = config.config_dir or config_dir_chosen()
     facts = CardFacts(
-        command=shlex.join(
-            [
-                "posbench",
-                "export",
-                *map(without_typed_secrets, args),
-                *_config_dir_flag(),
-            ]
-        ),
+        command=command_line(["export", *args, *_config_dir_flag()]),
         config_dir=str(own_folder or ""),
         raw=_raw_to_record(config, fix),
         source=origin.source or run.method.origin().get("source", ""),

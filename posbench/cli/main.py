@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -30,7 +29,7 @@ from posbench.errors import (
     near,
     own_code_error,
 )
-from posbench.files.secrets import without_typed_secrets
+from posbench.files.secrets import command_line
 
 if TYPE_CHECKING:
     from posbench.model.lm import LM
@@ -385,7 +384,7 @@ def _run_jobs(args: list[str], watch: Stopwatch) -> int:
     from posbench.pipeline.compose import compose, launch
     from posbench.run.heartbeat import doing
 
-    command = shlex.join(["posbench", *map(without_typed_secrets, args)])
+    command = command_line(args)
     jobs = compose(args)
     # A launcher plugin or sweeper of the user's choice.
     if jobs.run_by_hydra:

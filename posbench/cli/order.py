@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from rich.console import Console
 from posbench.cli.options import flag, option
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash, write_json
-from posbench.files.secrets import without_typed_secrets
+from posbench.files.secrets import command_line
 from posbench.pipeline.arguments import folder_name, read_flags
 from posbench.pipeline.budget import check_budget
 from posbench.pipeline.compose import compose
@@ -89,13 +88,13 @@ def order(args: list[str], watch: Stopwatch | None = None) -> int:
     typed = [
         a for a in args if a not in (log, "--yes") and not a.startswith("runtime.yes")
     ]
-    masked = map(without_typed_secrets, typed)
-    command = ["posbench", "order", log, *masked]
-    command += [f"references={references}"] if references else []
-    command += [f"budget={budget.text}"] if budget else []
-    folder = _run(overrides, budget, shlex.join(command), console, watch)
+    words = ["order", log, *typed]
+    words += [f"references={references}"] if references else []
+    words += [f"budget={budget.text}"] if budget else []
+    command = command_line(words)
+    folder = _run(overrides, budget, command, console, watch)
     target = _target_folder(folder, log, [*typed, references or "", typed_budget or ""])
-    facts = _write(folder, target, Path(log).name, shlex.join(command))
+    facts = _write(folder, target, Path(log).name, command)
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0

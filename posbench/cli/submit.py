@@ -21,7 +21,7 @@ from posbench import paths
 from posbench.cli.main import main
 from posbench.cli.options import flag, option
 from posbench.errors import Faults, UserError
-from posbench.files.secrets import without_typed_secrets
+from posbench.files.secrets import command_line
 from posbench.pipeline import jobs as job_records
 from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config, check_config
@@ -114,7 +114,7 @@ def submit(args: list[str]) -> int:
     if errors:
         return 2
     submission_id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    command = shlex.join(["posbench", "submit", *map(without_typed_secrets, args)])
+    command = command_line(["submit", *args])
     to_submit: list[tuple[Path, Submission]] = []
     rows: list[dict[str, object]] = []
     queue = job_records.queued_jobs()

@@ -32,7 +32,7 @@ from posbench.diagnose.signal import (
 from posbench.diagnose.sizes import END_SHARES, LAST_SHARE, Sizes
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash
-from posbench.files.secrets import without_typed_secrets
+from posbench.files.secrets import command_line
 from posbench.methods.choice import MethodChoice
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import folder_name, read_flags
@@ -733,15 +733,14 @@ class Course:
     def _spelled(self, overrides: Sequence[str]) -> str:
         """A command without the consent to this diagnosis: whoever types it gives the consent to its own price."""
         typed = [o for o in overrides if key_of(o) != "runtime.yes"]
-        return shlex.join(["posbench", *map(without_typed_secrets, typed)])
+        return command_line(typed)
 
     def _own_command(self, but: str = "") -> str:
         """The typed command without one of its keys."""
         typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
         if but != "budget":
             typed.append(f"budget={self.allowance.budget.text}")
-        masked = map(without_typed_secrets, typed)
-        return shlex.join(["posbench", "diagnose", *masked])
+        return command_line(["diagnose", *typed])
 
     def _lacks_answers(self) -> bool:
         """Whether the last pilot lacks answers, or missing answers leave the verdict open."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.console import Console
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.outcome import Diagnosis
 from posbench.errors import UserError
-from posbench.files.secrets import without_typed_secrets
+from posbench.files.secrets import command_line
 from posbench.files.sources import cached_path, weight_files
 from posbench.model.lm import LM
 from posbench.model.load import SERVER_KEYS, ModelConfig, load
@@ -219,8 +218,7 @@ class Runs:
             self.allowance.is_time or not config.model.in_process
         ):
             config = replace(config, budget=self.allowance.rest(share))
-        masked = map(without_typed_secrets, self.overrides(part_overrides, **choices))
-        command = shlex.join(["posbench", *masked])
+        command = command_line(self.overrides(part_overrides, **choices))
         lm = self.lm if config.model.in_process else None
         with self.counted(part, lm, prompts):
             folder = execute(

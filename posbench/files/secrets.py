@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -102,6 +103,15 @@ def without_named_secrets(value: Any, is_secret: bool = False) -> Any:
     if isinstance(value, list | tuple):
         return [without_named_secrets(entry, is_secret) for entry in value]
     return MASK if is_secret and isinstance(value, str) else value
+
+
+def command_line(arguments: Iterable[str]) -> str:
+    """Return the command line of these arguments as a shell takes it, with :data:`MASK` for typed secrets.
+
+    Args:
+        arguments: What is typed behind ``posbench``.
+    """
+    return shlex.join(["posbench", *map(without_typed_secrets, arguments)])
 
 
 def without_typed_secrets(argument: str) -> str:
