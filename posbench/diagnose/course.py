@@ -14,6 +14,7 @@ from rich.console import Console
 from posbench.backends.base import text_encoder
 from posbench.diagnose.allowance import LARGER_FACTOR, Allowance
 from posbench.diagnose.outcome import (
+    LEVELS,
     Pilot,
     best_place_in_prompt,
     judge_pilot,
@@ -323,7 +324,7 @@ class Course:
             if not changes:
                 return self._end_at(pilot)
             tried.add(kind)
-            self._change_task(changes, f"pilot: {_level_text(pilot.level)}")
+            self._change_task(changes, f"pilot: {LEVELS[pilot.level]}")
 
     def _end_at(self, pilot: Pilot) -> bool:
         """Set the verdict of a pilot that shows no bias; return whether to go on."""
@@ -842,12 +843,3 @@ def _ends_and_middle(positions: Sequence[int]) -> list[int]:
     """First, middle and last of some positions."""
     ordered = sorted(positions)
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
-
-
-def _level_text(level: str) -> str:
-    """The level of a pilot, in words."""
-    return {
-        "floor": "the model is at the floor",
-        "ceiling": "the model is at the ceiling",
-        "missing answers": "replies are no answers",
-    }[level]

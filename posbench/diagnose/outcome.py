@@ -48,6 +48,13 @@ from posbench.studies.structure import CAUSE, DIRECTION, conclude
 
 Level = Literal["in between", "floor", "ceiling", "missing answers"]
 """Whether a model's replies on a task can show a position bias, and if not, why."""
+LEVELS: Mapping[Level, str] = {
+    "in between": "its replies can show a position bias",
+    "floor": "the model is at the floor",
+    "ceiling": "the model is at the ceiling",
+    "missing answers": "replies are no answers",
+}
+"""The levels in words."""
 
 BEST_POSITION_MARGIN = 0.3
 """At the floor, the best position is surely less than this above a guess."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, none_of, points
+from posbench.diagnose.outcome import LEVELS, Diagnosis, Pilot, Remedy, none_of, points
 from posbench.diagnose.race import QUESTION_FIRST
 from posbench.files.atomic import write_json, write_text
 from posbench.late import pd
@@ -65,12 +65,6 @@ PURPOSES = {
 """What the next command does, by verdict."""
 FOUND = {FIXED: "fix found", NOT_FIXED: "no fix found"}
 """Words of a diagnosis, which changes nothing by itself, where a run under a method has these verdicts."""
-PILOT_LEVELS = {
-    "in between": "its replies can show a position bias",
-    "floor": "the model is at the floor",
-    "ceiling": "the model is at the ceiling",
-    "missing answers": "replies are no answers",
-}
 
 
 def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
@@ -544,7 +538,7 @@ def _pilot_row(pilot: Pilot) -> list[str]:
         settings or "as given",
         points(pilot.average) if pilot.average.n else "",
         pilot.kinds or "0",
-        PILOT_LEVELS[pilot.level],
+        LEVELS[pilot.level],
     ]
 
 
