@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -579,8 +578,6 @@ class Course:
         affordable = left / max(3 * PROMPT_COST * cost, 1e-9)
         return int(min(affordable, self.sizes.typed_limit(PROMPT_QUESTIONS)))
 
-    # Methods
-
     # Sizes
 
     def _prepare_first(self) -> Config:
@@ -701,7 +698,7 @@ class Course:
             if step and "_tokens=" not in step:
                 return step
             key, tokens = self._longer_replies(diagnosis.pilots[-1])
-            return f"{self._own_command(but=key)} {key}={tokens}"
+            return self._command_with({key: tokens})
         changes = diagnosis.prompt_changes
         has_bias = diagnosis.verdict in (BIAS, NOT_FIXED)
         if has_bias and changes and changes["verdict"] == USE:
@@ -728,7 +725,7 @@ class Course:
             return self._command_with_more_questions()
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots and self.runs.task.items:
             key = f"task.{self.runs.task.sizes[0]}"
-            return f"{self._own_command(but=key)} {key}={max(self.runs.task.items // 4, 3)}"
+            return self._command_with({key: max(self.runs.task.items // 4, 3)})
         return ""
 
     def _spelled(self, overrides: Sequence[str]) -> str:
@@ -736,12 +733,15 @@ class Course:
         typed = [o for o in overrides if key_of(o) != "runtime.yes"]
         return command_line(typed)
 
-    def _own_command(self, but: str = "") -> str:
-        """The typed command without one of its keys."""
-        typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
-        if but != "budget":
+    def _command_with(self, settings: Mapping[str, Any]) -> str:
+        """The typed command with these settings, by key, in place of typed ones."""
+        typed = [
+            arg for arg in self.args if key_of(arg) not in ("runtime.yes", *settings)
+        ]
+        if "budget" not in settings:
             typed.append(f"budget={self.allowance.budget.text}")
-        return command_line(["diagnose", *typed])
+        changed = [f"{key}={value}" for key, value in settings.items()]
+        return command_line(["diagnose", *typed, *changed])
 
     def _lacks_answers(self) -> bool:
         """Whether the last pilot lacks answers, or missing answers leave the verdict open."""
@@ -768,7 +768,7 @@ class Course:
         available = self.sizes.available_questions
         is_all_asked = diagnosis.shape and available <= diagnosis.shape.questions
         if not needed and self._is_short_of_budget():
-            return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
+            return self._command_with({"budget": self.allowance.larger()})
         if is_all_asked:
             file = getattr(task, "path", task.name)
             others = " besides those for calibration"
@@ -779,11 +779,10 @@ class Course:
         if not needed:
             return ""
         needed = min(needed, available)
-        typed = self._own_command(but="budget")
+        budget = {"budget": self._budget_for(needed)}
         if needed > self.sizes.shape_limit():
-            command = [arg for arg in shlex.split(typed) if key_of(arg) != "task.limit"]
-            typed = shlex.join([*command, f"task.limit={needed}"])
-        return f"{typed} budget={self._budget_for(needed)}"
+            return self._command_with({"task.limit": needed, **budget})
+        return self._command_with(budget)
 
     def _is_short_of_budget(self) -> bool:
         """Whether a larger budget would ask more than this one."""
