@@ -33,7 +33,7 @@ from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import open_run_dir
 from posbench.schema import override_text
 from posbench.stats.bootstrap import with_interval
-from posbench.stats.glance import Glance, Number, Tone
+from posbench.stats.glance import Glance, Number, Tone, sentence_case
 from posbench.stats.policies import CANNOT_DO, CANNOT_TELL, LEAVE, USE
 from posbench.studies.order import AS_RETRIEVED, NO_REFERENCES, VERDICT_FILE, OrderStudy
 
@@ -222,12 +222,9 @@ def _cause_section(facts: Mapping[str, Any], figures: Any) -> Section:
                 f"{text} {probe['value']:.1f} % [{probe['ci_low']:.1f}, {probe['ci_high']:.1f}] are right "
                 f"(n = {probe['n']})"
             )
-    sentence = "; ".join(texts)
-    if sentence:
-        sentence = f"{sentence[0].upper()}{sentence[1:]}."
     return Section(
         "What an order changes, and what not",
-        sentence,
+        sentence_case("; ".join(texts)),
         ["as retrieved", "questions", "%"],
         rows,
         figures,

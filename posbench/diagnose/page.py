@@ -30,7 +30,7 @@ from posbench.run.progress import duration
 from posbench.schema import resolve_target
 from posbench.stats.bootstrap import Estimate, with_interval
 from posbench.stats.frames import metric_name
-from posbench.stats.glance import Glance, Number, Tone, first_short
+from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
 from posbench.stats.shape import SHAPES, SIDES
 from posbench.stats.verdict import (
     BIAS,
@@ -414,13 +414,13 @@ def _source_section(diagnosis: Diagnosis) -> Section | None:
             return None
         return Section("Source", f"Not looked for: {diagnosis.source_note}.")
     text = (
-        f"{_sentence(str(source))}. Each intervention takes away one thing that tells the place of the gold item. A "
+        f"{sentence_case(str(source))} Each intervention takes away one thing that tells the place of the gold item. A "
         "source is named where that closes a third of the gap or more, and more than the same change of another item, "
         "for sure; the gap is the loss of the right answer at the worst gold position minus that at the best one, here "
         f"{_nats(source.gap)} nats per answer token. What is named contributes in this task; it need not be all."
     )
     if diagnosis.source_note:
-        text += f" {_sentence(diagnosis.source_note)}."
+        text += f" {sentence_case(diagnosis.source_note)}"
     rows = [
         [name, points(share), str(share.n)] for name, share in source.shares.items()
     ]
@@ -434,7 +434,7 @@ def _structure_section(diagnosis: Diagnosis) -> Section | None:
     if not diagnosis.structure:
         return None
     text = (
-        f"{_sentence(diagnosis.structure)}. Structure is the mask, ALiBi, and how much of its own input each layer "
+        f"{sentence_case(diagnosis.structure)} Structure is the mask, ALiBi, and how much of its own input each layer "
         "keeps; the content of the prompt is no part of it. A bias that it causes moves with the items when a text "
         "is put in front of them."
     )
@@ -450,7 +450,7 @@ def _place_section(diagnosis: Diagnosis) -> Section | None:
     """Where in a prompt to put what matters."""
     if not diagnosis.place:
         return None
-    return Section("Where to put what matters", f"{_sentence(diagnosis.place)}.")
+    return Section("Where to put what matters", sentence_case(diagnosis.place))
 
 
 def _prompt_section(diagnosis: Diagnosis) -> Section | None:
@@ -462,8 +462,9 @@ def _prompt_section(diagnosis: Diagnosis) -> Section | None:
         return Section(
             "Changes of the prompt", f"Not raced: {diagnosis.prompt_changes_note}."
         )
+    verdict = sentence_case(_prompt_verdict(changes))
     text = (
-        f"{_sentence(_prompt_verdict(changes))}. Accuracy over all gold positions, paired against the prompts as they "
+        f"{verdict} Accuracy over all gold positions, paired against the prompts as they "
         "are; the intervals hold for all changes together. Whether a change removes the bias, and not only raises the "
         "average, is another question."
     )
@@ -494,7 +495,7 @@ def _remedy_section(diagnosis: Diagnosis) -> Section | None:
             " The best one was raced with the question first as well, after the others."
         )
     if diagnosis.remedies_note:
-        text = f"{_sentence(diagnosis.remedies_note)}. {text}"
+        text = f"{sentence_case(diagnosis.remedies_note)} {text}"
     rows = [_remedy_row(remedy) for remedy in diagnosis.remedies]
     header = ["method", "gain, nats per answer token", "prompts", "time"]
     return Section("Remedies", text, header, rows)
@@ -573,8 +574,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value
-
-
-def _sentence(text: str) -> str:
-    """A text that begins with a capital."""
-    return text[:1].upper() + text[1:]

@@ -21,6 +21,7 @@ from posbench.report.page import figure_size
 from posbench.report.tables import latex
 from posbench.report.template import render_html
 from posbench.report.text import tally_verdicts
+from posbench.stats.glance import sentence_case
 
 HEADINGS = PAPERS | {"": "Other runs"}
 """Headings of the page in their order: the title of each paper, then of other runs."""
@@ -101,7 +102,7 @@ def paper_shows(entry: Entry) -> str:
         if len(entry.cells):
             setting_note = "beside ours in the table"
         text = f"the numbers of {source}, {setting_note}"
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+    return sentence_case(text)
 
 
 def heading(entry: Entry) -> str:

@@ -76,7 +76,7 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
-from posbench.stats.glance import Glance, Number, Tone, first_short
+from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
 from posbench.stats.scores import METRIC_COLUMNS
 from posbench.stats.shape import shape_in_metrics
 from posbench.stats.verdict import (
@@ -1085,8 +1085,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     elif shapes:
         counted = ", ".join(f"{shape} ({count})" for shape, count in shapes.items())
         parts.append(f"shape of the unmodified model by settings: {counted}")
-    sentence = "; ".join(parts)
-    return f"{sentence[:1].upper()}{sentence[1:]}."
+    return sentence_case("; ".join(parts))
 
 
 def _bias_parts(settings: Sequence[_Setting]) -> list[str]:

@@ -31,6 +31,7 @@ from posbench.search.base import SEARCH_ROWS_FILE, Read, Search
 from posbench.stats.bootstrap import paired
 from posbench.stats.findings import estimate, estimate_columns, estimate_row
 from posbench.stats.frames import UNMODIFIED, display_name
+from posbench.stats.glance import sentence_case
 from posbench.tasks import Example, Task
 from posbench.tasks.base import EvaluationOnly
 
@@ -451,7 +452,7 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
 
 def summary_sentences(facts: Mapping[str, Any]) -> str:
     """The lines of :func:`summary_lines` as sentences."""
-    return " ".join(f"{line[0].upper()}{line[1:]}." for line in summary_lines(facts))
+    return " ".join(map(sentence_case, summary_lines(facts)))
 
 
 def _plain_number(value: Any) -> Any:

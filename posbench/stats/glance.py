@@ -100,6 +100,6 @@ def first_short(*sentences: str) -> str:
 
 
 def sentence_case(text: str) -> str:
-    """A text that begins with a capital and ends with a full stop."""
+    """A text that begins with a capital and ends with a full stop; an empty one stays empty."""
     text = f"{text[:1].upper()}{text[1:]}"
-    return text if text.endswith(".") else f"{text}."
+    return f"{text}." if text and not text.endswith(".") else text

@@ -233,7 +233,7 @@ class Structure(Study):
             for effect, name in names.items()
             if not np.isnan(effects[effect].value)
         )
-        details = sentence_case(cause.note) if cause.note else ""
+        details = sentence_case(cause.note)
         sample = f"{effects['lead'].n:,} prompts"
         if effects["direction"].n:
             sample += f", {effects['direction'].n:,} of them at those two positions"
