@@ -10,6 +10,7 @@ from rich.text import Text
 from posbench.errors import UserError
 from posbench.report.console import make_console
 from posbench.report.view import write_view
+from posbench.stats.glance import noun_for
 
 
 def view(args: list[str]) -> int:
@@ -32,7 +33,7 @@ def view(args: list[str]) -> int:
     page, num_runs = write_view(folder)
     address = page.absolute().as_uri()
     console = make_console()
-    line = Text(f"{num_runs} run{'' if num_runs == 1 else 's'}: ")
+    line = Text(f"{num_runs} {noun_for(num_runs, 'run')}: ")
     line.append(address, Style(link=address))
     console.print(line, soft_wrap=True, highlight=False)
     return 0

@@ -50,6 +50,7 @@ from posbench.run.reply_rows import (
     row_of_reply,
     served_request_digest,
 )
+from posbench.stats.glance import noun_for
 from posbench.tasks import Example
 from posbench.tasks.base import num_questions, split_into_rounds
 
@@ -121,7 +122,7 @@ class Audit:
             listed_faults = "; ".join(self.faults[:LISTED_FAULTS])
             num_unlisted = len(self.faults) - LISTED_FAULTS
             more = f"; and {num_unlisted} more" if num_unlisted > 0 else ""
-            noun = "fault" if len(self.faults) == 1 else "faults"
+            noun = noun_for(len(self.faults), "fault")
             return f"All rows and tables were checked: {len(self.faults)} {noun}: {listed_faults}{more}."
         text = (
             f"The {self.total} rows are those that the run planned; their fields, scores and digests, and the tables, "

@@ -38,6 +38,7 @@ from posbench.run.budget import Budget, Stopwatch, half_width, money, price_of
 from posbench.run.cost import Costs, Speed, WorkEstimate
 from posbench.run.progress import SECONDS_PER_UNIT, duration
 from posbench.schema import no_other_keys
+from posbench.stats.glance import noun_for
 from posbench.tasks.base import num_questions
 from posbench.tasks.items import GoldPositionTask
 
@@ -136,9 +137,7 @@ class BudgetPlan:
         points = 100 * half_width(max(self.questions, 1))
         prompts = f"{self.prompts} prompts in all"
         places = f" at each of {self.positions} positions" if self.positions else ""
-        questions = (
-            "1 question" if self.questions == 1 else f"{self.questions} questions"
-        )
+        questions = f"{self.questions} {noun_for(self.questions, 'question')}"
         workload = f"{questions}{places}, {prompts}"
         limit = self.settings.get("task.limit", 0)
         if limit > self.questions:

@@ -21,7 +21,7 @@ from posbench.report.page import figure_size
 from posbench.report.tables import latex
 from posbench.report.template import render_html
 from posbench.report.text import tally_verdicts
-from posbench.stats.glance import sentence_case
+from posbench.stats.glance import noun_for, sentence_case
 
 HEADINGS = PAPERS | {"": "Other runs"}
 """Headings of the page in their order: the title of each paper, then of other runs."""
@@ -73,7 +73,7 @@ def _is_gallery(page: Path) -> bool:
 
 def _sentence(entries: Sequence[Entry]) -> str:
     """Return the gallery's first sentence: numbers of experiments and runs, and of the papers' claims by verdict."""
-    experiments = "experiment" if len(entries) == 1 else "experiments"
+    experiments = noun_for(len(entries), "experiment")
     num_runs = sum(len(entry.runs) for entry in entries)
     text = f"{len(entries)} {experiments}, {num_runs} runs."
     verdicts = []

@@ -42,7 +42,14 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
-from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
+from posbench.stats.glance import (
+    Glance,
+    Number,
+    Tone,
+    first_short,
+    noun_for,
+    sentence_case,
+)
 from posbench.stats.policies import MARGIN, within_margin
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE, fewest_questions
 from posbench.stats.shape import (
@@ -385,11 +392,11 @@ def _doubt(metrics: pd.DataFrame, base: str, method: str, model: str) -> str:
 
 
 def _prompts(number: int) -> str:
-    return f"{number:,} prompt{'' if number == 1 else 's'}"
+    return f"{number:,} {noun_for(number, 'prompt')}"
 
 
 def _questions(number: int) -> str:
-    return f"{number:,} question{'' if number == 1 else 's'}"
+    return f"{number:,} {noun_for(number, 'question')}"
 
 
 def _missing_sentence(lacking: Mapping[str, str], model: str) -> str:
@@ -486,7 +493,7 @@ def findings_glance(findings: pd.DataFrame) -> Glance:
     unit = f"of {total}"
     if has_repeated_claims(claims):
         num_claims = claims["claim"].nunique()
-        count = "1 claim" if num_claims == 1 else f"{num_claims} claims"
+        count = f"{num_claims} {noun_for(num_claims, 'claim')}"
         text = f"{count} {kind}{where}: of {total} verdicts, {tally}"
         names = ("hold", "contradicted", "undecided")
         unit = f"of {total} verdicts"

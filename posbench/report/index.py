@@ -28,6 +28,7 @@ from posbench.run.progress import duration
 from posbench.stats import outcomes
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name
+from posbench.stats.glance import noun_for
 from posbench.stats.verdict import FIXED
 
 RAN_COLUMN = "method / study"
@@ -239,7 +240,7 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
 
 def list_title(records: Sequence[Record]) -> str:
     """The number of runs, and the cells that they have in common."""
-    count = f"{len(records)} run" if len(records) == 1 else f"{len(records)} runs"
+    count = f"{len(records)} {noun_for(len(records), 'run')}"
     common = ", ".join(
         f"{name} {value}" for name, value in common_cells(records).items()
     )

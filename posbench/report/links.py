@@ -17,7 +17,7 @@ from posbench.report.folder import read_json, sweep_runs
 from posbench.report.template import render_html
 from posbench.run.folder import JOBS, open_run_dir
 from posbench.run.lease import owning
-from posbench.stats.glance import Tone
+from posbench.stats.glance import Tone, noun_for
 
 log = logging.getLogger(__name__)
 
@@ -185,8 +185,7 @@ def _parents_of_runs(outputs: Path) -> dict[Path, list[ParentPage]]:
                 continue
             name = read_head(page).title
             if file.name == JOBS:
-                count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-                name = f"sweep of {count}: {name}"
+                name = f"sweep of {len(runs)} {noun_for(len(runs), 'run')}: {name}"
             for run in runs:
                 parents.setdefault(run, []).append(ParentPage(name, page))
     return parents

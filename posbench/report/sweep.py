@@ -76,7 +76,14 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
-from posbench.stats.glance import Glance, Number, Tone, first_short, sentence_case
+from posbench.stats.glance import (
+    Glance,
+    Number,
+    Tone,
+    first_short,
+    noun_for,
+    sentence_case,
+)
 from posbench.stats.scores import METRIC_COLUMNS
 from posbench.stats.shape import shape_in_metrics
 from posbench.stats.verdict import (
@@ -545,7 +552,7 @@ def _scores_glance(
     if worst is best:
         where = f"in all {len(scored)}" if len(scored) > 1 else f"({best.name})"
         on_average = f"the average is {100 * best.average.value:.1f} % {where}"
-    count = f"{len(scored)} settings" if len(scored) > 1 else "1 setting"
+    count = f"{len(scored)} {noun_for(len(scored), 'setting')}"
     sentences = [
         f"Over {count} of {label}, {on_average}.",
         f"Over {count}, {on_average}.",
@@ -700,8 +707,8 @@ def _job_notes(folder: Path) -> list[str]:
     failed, _ = _failed_jobs(folder)
     if failed:
         listed = "; ".join(failed[:MAX_LISTED])
-        jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
-        notes.append(f"Not shown, as failed: {jobs} ({listed}).")
+        jobs = noun_for(len(failed), "job")
+        notes.append(f"Not shown, as failed: {len(failed)} {jobs} ({listed}).")
     sizes = set()
     for run in sweep_runs(folder):
         budget = open_run_dir(run).facts(PROVENANCE).get("budget") or {}
@@ -1051,7 +1058,7 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     without = [setting.name for setting in settings if setting.lacks_answers]
     if without:
         names = ", ".join(without[:MAX_LISTED])
-        count = "1 setting" if len(without) == 1 else f"{len(without)} settings"
+        count = f"{len(without)} {noun_for(len(without), 'setting')}"
         parts.append(
             f"too many answers are missing to say anything in {count} ({names})"
         )

@@ -99,6 +99,11 @@ def first_short(*sentences: str) -> str:
     return sentences[-1]
 
 
+def noun_for(number: int, noun: str) -> str:
+    """A noun as it stands behind a number: ``run`` behind 1, else ``runs``."""
+    return noun if number == 1 else f"{noun}s"
+
+
 def sentence_case(text: str) -> str:
     """A text that begins with a capital and ends with a full stop; an empty one stays empty."""
     text = f"{text[:1].upper()}{text[1:]}"

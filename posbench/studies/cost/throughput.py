@@ -25,6 +25,7 @@ from posbench.run.replies import ReplyBatches
 from posbench.run.runtime import Runtime
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.glance import noun_for
 from posbench.studies.cost.packed_loop import PackedLoop, is_of_loop
 from posbench.studies.cost.timing import (
     Shape,
@@ -195,8 +196,10 @@ class Throughput(TimingStudy):
         for question in range(self.questions):
             examples += moved_gold(lm, tokens, question)
         num_factors = len(methods) - 1
-        factors = "1 factor" if num_factors == 1 else f"{num_factors} factors"
-        name = f"{work}: unmodified and {factors}, {NUM_POSITIONS} positions"
+        factors = noun_for(num_factors, "factor")
+        name = (
+            f"{work}: unmodified and {num_factors} {factors}, {NUM_POSITIONS} positions"
+        )
         return self.time_ways(run, lm, examples, methods, name)
 
     def time_search(self, lm: LM, count: int) -> list[Row]:
