@@ -237,10 +237,11 @@ class Endpoint(Backend):
         data: Any = {}
         # Not every server has a list; one that cannot be read stops nothing.
         try:
-            with self._reporting_dead_address():
-                response = client.models.with_raw_response.list()
+            response = client.models.with_raw_response.list()
             data = self._readable(response.http_response.json())
         except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
+            if _is_dead_address(error):
+                raise self._dead_address(error) from error
             words: object = error
             if isinstance(error, openai.APIStatusError):
                 words = f"HTTP {error.status_code}: {error.response.text}"
@@ -473,21 +474,18 @@ class Endpoint(Backend):
         if opened:
             self._change(thinking="opened")
         self._see(reply, may_think)
-        is_unfinished = reply.finish == FINISH_LENGTH
-        if self.profile.thinking or not (may_think and is_unfinished):
-            if self.profile.thinking:
-                self._find_reply_limit(prompt, answer_tokens)
-            return
-        # The short reply was cut: the model may still have been thinking.
-        self._see(self._ask_reply(prompt, LONG_PROBE_TOKENS), may_think)
+        # The model may still have been thinking when the short reply was cut.
+        is_cut = may_think and reply.finish == FINISH_LENGTH
+        if is_cut and not self.profile.thinking:
+            self._see(self._ask_reply(prompt, LONG_PROBE_TOKENS), may_think)
         if self.profile.thinking:
             self._find_reply_limit(prompt, answer_tokens)
 
     def _see(self, reply: Reply, may_think: bool) -> None:
-        """Note what a reply shows of how the model thinks, and whether tokens are counted.
+        """Note what a reply shows of how the model thinks, of the counted tokens, and of the model that replied.
 
         Args:
-            reply: The reply.
+            reply: The reply to the first question.
             may_think: Whether a reply without text is a sign of thinking that is not shown.
         """
         form = reply.thinking_form
@@ -499,12 +497,6 @@ class Endpoint(Backend):
         self._change(
             thinking=self.profile.thinking or form,
             reply_tokens=max(self.profile.reply_tokens, wrote),
-        )
-        self._count_probe(reply)
-
-    def _count_probe(self, reply: Reply) -> None:
-        """Record from the reply to the first question its prompt tokens and the model that replied."""
-        self._change(
             counts_tokens=reply.prompt_tokens is not None,
             overhead_tokens=reply.prompt_tokens or 0,
             model=self.profile.model or reply.model,
@@ -1038,32 +1030,19 @@ class Endpoint(Backend):
 
     def _connection_error(self, error: Any) -> Exception:
         """Return the exception for a request without a response: nothing accepts connections, or the server failed."""
-        cause = error.__cause__
-        if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
-            return self._dead_address(cause)
+        if _is_dead_address(error):
+            return self._dead_address(error)
         if type(error).__name__ == "APITimeoutError":
             seconds = self._config.timeout
             return ServerFailed(f"no answer within {seconds:g} s (model.timeout)")
-        return ServerFailed(self._short_text(cause or error))
+        return ServerFailed(self._short_text(error.__cause__ or error))
 
-    def _dead_address(self, cause: object) -> MachineError:
-        """That nothing takes a connection; one that breaks is another thing."""
-        allowed = f"the address of a running server ({self._short_text(cause)})"
+    def _dead_address(self, error: BaseException) -> MachineError:
+        """Return the error that nothing accepts connections to the server."""
+        reason = self._short_text(error.__cause__)
+        allowed = f"the address of a running server ({reason})"
         hint = "start the server or correct the address, then repeat the command: it resumes"
         return MachineError("model.base_url", self._config.base_url, allowed, hint)
-
-    @contextmanager
-    def _reporting_dead_address(self) -> Iterator[None]:
-        """Raise MachineError if nothing accepts a connection to the server in the block."""
-        import openai
-
-        try:
-            yield
-        except openai.APIConnectionError as error:
-            cause = error.__cause__
-            if type(cause).__name__ not in ("ConnectError", "ConnectTimeout"):
-                raise
-            raise self._dead_address(cause) from error
 
     @contextmanager
     def _reporting_probe_failures(self) -> Iterator[None]:
@@ -1201,6 +1180,11 @@ class Endpoint(Backend):
         likely = [value for value in nats if value is not None]
         text = choices[nats.index(max(likely))].strip()
         return replace(reply, text=text, nats=tuple(nats), by=BY_FIRST_TOKEN)
+
+
+def _is_dead_address(error: BaseException) -> bool:
+    """Whether a request failed because nothing accepts connections to the server."""
+    return type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout")
 
 
 def _unusual_finish(replies: Sequence[Reply]) -> str:
