@@ -831,9 +831,7 @@ def _probe_facts(
     for name, probe_rows in rows.items():
         answered = [row for row in probe_rows if row.get("scores")]
         if answered:
-            values = [row["scores"][metric] for row in answered]
-            questions = [examples[row["id"]].question_id for row in answered]
-            facts[name] = _in_points(bootstrap.mean(values, questions))
+            facts[name] = _in_points(_accuracy(answered, examples, metric))
     return facts
 
 
@@ -954,20 +952,18 @@ def _rank_table(
             if gold and row.get("scores"):
                 by_rank[min(gold) + 1].append(row)
         for rank, found in sorted(by_rank.items()):
-            values = [row["scores"][metric] for row in found]
-            questions = [examples[row["id"]].question_id for row in found]
-            estimate = bootstrap.mean(values, questions)
-            table.append(
-                {
-                    "policy": name,
-                    "rank": rank,
-                    "accuracy": estimate.value,
-                    "ci_low": estimate.ci_low,
-                    "ci_high": estimate.ci_high,
-                    "n": estimate.n,
-                }
-            )
+            accuracy = _accuracy(found, examples, metric)
+            table.append((name, rank, *accuracy))
     return pd.DataFrame(table, columns=RANK_COLUMNS)
+
+
+def _accuracy(
+    rows: Sequence[Row], examples: Mapping[str, Example], metric: str
+) -> bootstrap.Estimate:
+    """Mean score of rows that have one, with its 95 % interval over questions."""
+    values = [row["scores"][metric] for row in rows]
+    questions = [examples[row["id"]].question_id for row in rows]
+    return bootstrap.mean(values, questions)
 
 
 @plot.styled
