@@ -30,7 +30,7 @@ from posbench.run.replies import scored_replies
 from posbench.run.stop import ReadRows, StopRule, StopRules
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
-from posbench.stats.glance import Glance, Number
+from posbench.stats.glance import Glance, Number, Tone
 from posbench.stats.outcomes import (
     describe_kinds,
     is_scorable,
@@ -458,10 +458,11 @@ class OrderStudy(Study):
         """See :meth:`Study.glance`: the policy to use, or the one with the largest gain."""
         policies = tables["policies"]
         # A run of an earlier version has no such columns.
-        known = {"missing": 0.0, "same_as": "", "leads": False} | dict(policies)
-        policies = policies.assign(
-            **{name: known[name] for name in ("missing", "same_as", "leads")}
-        )
+        defaults = {"missing": 0.0, "same_as": "", "leads": False}
+        absent = {
+            name: value for name, value in defaults.items() if name not in policies
+        }
+        policies = policies.assign(**absent)
         changed = policies[policies["name"] != AS_RETRIEVED]
         same_as = changed["same_as"]
         raced = changed[same_as.isna() | (same_as == "")]
@@ -497,30 +498,26 @@ class OrderStudy(Study):
             f"Difference from the prompts as they were retrieved, paired; the interval holds for all {len(raced)} "
             "policies at once, also for one that was asked fewer questions."
         )
-        if not used.empty:
-            sentence = f"{best['name']} answers {gain.value:.1f} points more than the prompts as they were retrieved."
-            return Glance(
-                "gains",
-                "good",
-                sentence,
-                numbers,
-                next=f"posbench method={best['name']}",
-                purpose="measures scores and position bias under it",
-                details=details,
-                sample=sample,
-                rule=rule,
-            )
+        word, command, purpose = "no sure gain", "", ""
+        tone: Tone = "open"
         sentence = "No policy can be recommended; none answers more than the prompts as they were retrieved."
-        if gain.value > 0 and not is_none_better:
+        if not used.empty:
+            word, tone = "gains", "good"
+            sentence = f"{best['name']} answers {gain.value:.1f} points more than the prompts as they were retrieved."
+            command = f"posbench method={best['name']}"
+            purpose = "measures scores and position bias under it"
+        elif gain.value > 0 and not is_none_better:
             sentence = f"No policy can be recommended; the one that answers most is {best['name']}."
         return Glance(
-            "no sure gain",
-            "open",
+            word,
+            tone,
             sentence,
             numbers,
-            details=details,
-            sample=sample,
-            rule=rule,
+            command,
+            purpose,
+            details,
+            sample,
+            rule,
         )
 
     def figures(self, tables: Tables) -> Drawn:
