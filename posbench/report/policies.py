@@ -36,57 +36,42 @@ def policy_rows(policies: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     Args:
         policies: The policies of order.json.
     """
-    return [_cells(row) for row in _best_first(policies)]
-
-
-def _best_first(policies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Policies by their paired difference, the largest first; those with the prompts of another one come last."""
-    return sorted(
+    # By paired difference; those with the prompts of another one come last.
+    best_first = sorted(
         policies, key=lambda row: (bool(row["same_as"]), -(row["difference"] or 0.0))
     )
-
-
-def _count(tokens: float | None) -> str:
-    """A number of tokens; empty where the server counts none."""
-    return "" if tokens is None else f"{tokens:,.0f}"
+    return [_cells(row) for row in best_first]
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """A policy as a row of the page's table."""
-    note = f"same prompts as {row['same_as']}" if row["same_as"] else ""
-    if not note and not row["in_race"]:
-        note = "dropped out"
+    notes = []
+    if row["same_as"]:
+        notes.append(f"same prompts as {row['same_as']}")
+    elif not row["in_race"]:
+        notes.append("dropped out")
     if row["missing"] and row["missing"] > 0.02:
-        note = (
-            f"{note}, ".lstrip(", ") + f"{100 * row['missing']:.0f} % without an answer"
-        )
-    if row["accuracy"] is None:
-        changed = row["changed_replies"]
-        flips = "" if changed is None else f"{changed:.0f} (of the replies)"
-        return [
-            row["name"],
-            "",
-            "",
-            flips,
-            _count(row["tokens"]),
-            str(row["n"]),
-            note,
-        ]
-    # Of a run of an earlier version the answers that have no pair are not known.
-    answered = row.get("answered", row["n"])
+        notes.append(f"{100 * row['missing']:.0f} % without an answer")
+    accuracy, difference, flips = "", "", ""
     questions = str(row["n"])
-    if answered > row["n"]:
-        questions += f" ({answered} answered)"
-    accuracy = f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
-    difference = f"{row['difference']:+.1f} [{row['difference_low']:.1f}, {row['difference_high']:.1f}]"
-    if row["name"] == AS_RETRIEVED:
-        difference = ""
+    if row["accuracy"] is not None:
+        accuracy = f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
+        if row["name"] != AS_RETRIEVED:
+            difference = f"{row['difference']:+.1f} [{row['difference_low']:.1f}, {row['difference_high']:.1f}]"
+        flips = f"{row['flip_rate']:.0f}"
+        # Of a run of an earlier version the answers that have no pair are not known.
+        answered = row.get("answered", row["n"])
+        if answered > row["n"]:
+            questions += f" ({answered} answered)"
+    elif row["changed_replies"] is not None:
+        flips = f"{row['changed_replies']:.0f} (of the replies)"
+    tokens = "" if row["tokens"] is None else f"{row['tokens']:,.0f}"
     return [
         row["name"],
         accuracy,
         difference,
-        f"{row['flip_rate']:.0f}",
-        _count(row["tokens"]),
+        flips,
+        tokens,
         questions,
-        note,
+        ", ".join(notes),
     ]
