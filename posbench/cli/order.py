@@ -34,7 +34,7 @@ from posbench.run.folder import open_run_dir
 from posbench.schema import override_text
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.glance import Glance, Number, Tone, sentence_case
-from posbench.stats.policies import CANNOT_DO, CANNOT_TELL, LEAVE, USE
+from posbench.stats.policies import CANNOT_DO, LEAVE, USE
 from posbench.studies.order import AS_RETRIEVED, NO_REFERENCES, VERDICT_FILE, OrderStudy
 
 PAIRED = (
@@ -176,9 +176,9 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
             _race_sentence(facts["policies"]),
             POLICY_HEADER,
             policy_rows(facts["policies"]),
-            {name: drawn[name] for name in ("tokens",) if name in drawn},
+            {name: drawn[name] for name in drawn if name == "tokens"},
         ),
-        _cause_section(facts, {n: drawn[n] for n in ("ranks",) if n in drawn}),
+        _cause_section(facts, {name: drawn[name] for name in drawn if name == "ranks"}),
         Section("Use it", block=facts["recipe"]),
     ]
     filled_sections = [
@@ -260,19 +260,11 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
     needed = None if is_none_right else facts["needed_questions"]
     if needed:
         details += f" About {needed:,} questions in all would tell."
-    verdict, leader = facts["verdict"], facts["leader"]
+    verdict = facts["verdict"]
     rows = {row["name"]: row for row in facts["policies"]}
-    numbers = []
-    for name in dict.fromkeys((AS_RETRIEVED, leader)):
-        row = rows.get(name, {})
-        if row.get("accuracy") is not None:
-            numbers.append(Number(name, _with_interval(row, "accuracy", "ci"), "%"))
-    gain = rows.get(leader, {})
-    if leader != AS_RETRIEVED and gain.get("difference") is not None:
-        text = _with_interval(gain, "difference", "difference", "+.1f")
-        numbers.append(Number("difference", text, "points"))
+    numbers = _numbers(rows, facts["leader"])
     tone: Tone = "open"
-    step = ""
+    step = purpose = ""
     if verdict == USE:
         tone = "good"
         gained = rows[facts["policy"]]["difference"]
@@ -295,29 +287,39 @@ def order_glance(facts: Mapping[str, Any]) -> Glance:
             sentence = "No reply was right under any policy: see whether the answers are written as replies are"
         elif needed:
             sentence += f"; about {needed:,} in all would"
-    glance = Glance(
+        step, purpose = _step_to_tell(facts)
+        if is_none_right:
+            purpose = "once they are"
+    return Glance(
         verdict_words(facts),
         tone,
         f"{sentence}.",
         tuple(numbers),
         step,
-        details=details,
-        sample=_sample(facts),
+        purpose,
+        details,
+        _sample(facts),
         rule=PAIRED if len(numbers) > 1 else "",
     )
-    if verdict == CANNOT_TELL:
-        # Only right answers, more questions or a larger budget would change the answer.
-        command = str(facts["command"])
-        setting = facts["step"].removeprefix("set ")
-        if facts["reason"] == NO_REFERENCES:
-            command += " references=FILE"
-        elif facts["step"].startswith("set "):
-            key = setting.partition("=")[0]
-            words = [w for w in command.split(" ") if not w.startswith(f"{key}=")]
-            command = " ".join([*words, setting])
-        purpose = "once they are" if is_none_right else _next(facts)
-        glance = replace(glance, next=command, purpose=purpose)
-    return glance
+
+
+def _numbers(rows: Mapping[str, Mapping[str, Any]], leader: str) -> list[Number]:
+    """Accuracy as retrieved and under the leader, and the difference of the two.
+
+    Args:
+        rows: The policies of order.json by name.
+        leader: The policy that leads.
+    """
+    numbers = []
+    for name in dict.fromkeys((AS_RETRIEVED, leader)):
+        row = rows.get(name, {})
+        if row.get("accuracy") is not None:
+            numbers.append(Number(name, _with_interval(row, "accuracy", "ci"), "%"))
+    gain = rows.get(leader, {})
+    if leader != AS_RETRIEVED and gain.get("difference") is not None:
+        text = _with_interval(gain, "difference", "difference", "+.1f")
+        numbers.append(Number("difference", text, "points"))
+    return numbers
 
 
 def _sample(facts: Mapping[str, Any]) -> str:
@@ -337,20 +339,28 @@ def _with_interval(
     return with_interval(row[name], row[f"{ends}_low"], row[f"{ends}_high"], form)
 
 
-def _next(facts: Mapping[str, Any]) -> str:
-    """What to do next, in words."""
+def _step_to_tell(facts: Mapping[str, Any]) -> tuple[str, str]:
+    """The command after a comparison that cannot tell, and what it does, or what it waits for.
+
+    Only right answers, more questions or a larger budget would change the answer.
+    """
+    command, step = str(facts["command"]), str(facts["step"])
     if facts["reason"] == NO_REFERENCES:
-        return "with the right answers in FILE"
-    if facts["step"].startswith("set "):
-        return "with more room for replies"
-    if facts["step"]:
-        return str(facts["step"])
+        return f"{command} references=FILE", "with the right answers in FILE"
+    if step.startswith("set "):
+        setting = step.removeprefix("set ")
+        key = setting.partition("=")[0]
+        words = [w for w in command.split(" ") if not w.startswith(f"{key}=")]
+        return " ".join([*words, setting]), "with more room for replies"
+    if step:
+        return command, step
     needed = facts["needed_questions"]
     if needed and needed > facts["questions"]:
-        return f"once the log holds about {needed:,} questions with a reference"
+        purpose = f"once the log holds about {needed:,} questions with a reference"
+        return command, purpose
     if not facts.get("stopped", True):
-        return "once the log holds more questions: these are used up"
-    return "resumes and repeats nothing that is there; a larger budget goes on"
+        return command, "once the log holds more questions: these are used up"
+    return command, "resumes and repeats nothing that is there; a larger budget goes on"
 
 
 def _most_first(cause: tuple[str, int]) -> int:
