@@ -779,52 +779,51 @@ def _glance_at_two(first: Mapping[str, Any], second: Mapping[str, Any]) -> Glanc
                 change = Estimate(-value, -ci_high, -ci_low, n)
             title = f"{name.replace('_', ' ')}, {high} minus {low}"
             numbers.append(Number.of(title, change, "points", "+z.1f"))
-    shared = f"{second['pairs']:,} prompts" if second["pairs"] else ""
-    sample = (
-        f"paired on {shared}"
-        if shared
-        else f"{first['n']:,} and {second['n']:,} prompts"
+    sample = f"{first['n']:,} and {second['n']:,} prompts"
+    shared = ""
+    if second["pairs"]:
+        sample = f"paired on {second['pairs']:,} prompts"
+        shared = f" on the {second['pairs']:,} prompts that both were asked"
+    is_close = within_margin(
+        second["score_difference_ci_low"], second["score_difference_ci_high"]
     )
-    if order == "alike":
-        ends = (second[f"score_difference_{end}"] for end in ("ci_low", "ci_high"))
-        is_close = within_margin(*ends)
-        if better is None and is_close:
-            rest = f"score within {MARGIN_TEXT} of each other."
-            sentence = first_short(
-                f"{second_name} and {first_name} {rest}", f"The two runs {rest}"
-            )
-            return Glance(
-                WITHIN_MARGIN, "open", sentence, tuple(numbers), sample=sample
-            )
-        if better is None:
-            rest = "scores higher cannot be told."
-            sentence = first_short(
-                f"Which of {second_name} and {first_name} {rest}",
-                f"Which of the two runs {rest}",
-            )
-            return Glance(CANNOT_TELL, "open", sentence, tuple(numbers), sample=sample)
+    if better is None and is_close:
+        word = WITHIN_MARGIN
+        rest = f"score within {MARGIN_TEXT} of each other."
+        sentence = first_short(
+            f"{second_name} and {first_name} {rest}", f"The two runs {rest}"
+        )
+    elif better is None:
+        word = CANNOT_TELL
+        rest = "scores higher cannot be told."
+        sentence = first_short(
+            f"Which of {second_name} and {first_name} {rest}",
+            f"Which of the two runs {rest}",
+        )
+    elif order == "alike":
+        word = _word_of_two(high, ordinal, "less biased")
         scores = "which one scores higher cannot be told"
         if is_close:
             scores = f"the scores differ by less than {MARGIN_TEXT}"
         rest = f"has the lower position bias; {scores}."
         sentence = first_short(f"{high} {rest}", f"The {ordinal} run {rest}")
-        word = f"{high} less biased"
-        if len(word) > MAX_WORD_CHARACTERS:
-            word = f"{ordinal} run less biased"
         # The number that decides comes first.
-        return Glance(word, "open", sentence, tuple(reversed(numbers)), sample=sample)
-    if shared:
-        shared = f" on the {shared} that both were asked"
-    points = f"{abs(estimate(second, 'score_difference', 100).value):z.1f} points"
-    sentence = first_short(
-        f"{high} scores {points} above {low}{shared}.",
-        f"{high} scores {points} above {low}.",
-        f"The {ordinal} run scores {points} above the other.",
-    )
-    word = f"{high} higher"
-    if len(word) > MAX_WORD_CHARACTERS:
-        word = f"{ordinal} run higher"
+        numbers.reverse()
+    else:
+        word = _word_of_two(high, ordinal, "higher")
+        points = f"{abs(estimate(second, 'score_difference', 100).value):z.1f} points"
+        sentence = first_short(
+            f"{high} scores {points} above {low}{shared}.",
+            f"{high} scores {points} above {low}.",
+            f"The {ordinal} run scores {points} above the other.",
+        )
     return Glance(word, "open", sentence, tuple(numbers), sample=sample)
+
+
+def _word_of_two(name: str, ordinal: str, comparison: str) -> str:
+    """The word of a comparison, as `tiny higher`, or `second run higher` where a name is long."""
+    word = f"{name} {comparison}"
+    return word if len(word) <= MAX_WORD_CHARACTERS else f"{ordinal} run {comparison}"
 
 
 def _short_names(first: str, second: str) -> tuple[str, str]:
