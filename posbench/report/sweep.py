@@ -383,6 +383,7 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
         "summary.csv",
         "findings_summary.csv",
     )
+    command = command or RunDir(folder).command
     return _render(folder, command, _read_scores(folder), formats)
 
 
@@ -476,7 +477,7 @@ def _render_scores(
         scores.glance,
         sections,
         models,
-        provenance={"command": command or RunDir(folder).command},
+        provenance={"command": command},
         formats=formats,
         runs=runs,
     )
@@ -557,7 +558,7 @@ def _scores_glance(
         f"Over {count} of {label}, {on_average}.",
         f"Over {count}, {on_average}.",
     ]
-    biased = [s for s in scored if s.bias and _has_value(s.bias)]
+    biased = [setting for setting in scored if setting.has_bias]
     if biased:
         least = min(biased, key=lambda setting: setting.bias.value)
         most = max(biased, key=lambda setting: setting.bias.value)
@@ -768,7 +769,7 @@ def _render_verdicts(folder: Path, command: str) -> Path:
 
     Args:
         folder: The sweep's folder, with the tables over all its runs.
-        command: The command line of the sweep; empty: as the folder records it.
+        command: The command line of the sweep.
 
     Raises:
         UserError: No run has findings.
@@ -808,7 +809,7 @@ def _render_verdicts(folder: Path, command: str) -> Path:
         page_title,
         _verdicts_glance(folder, findings),
         sections,
-        provenance={"command": command or RunDir(folder).command},
+        provenance={"command": command},
         runs=folders,
     )
 
@@ -939,6 +940,11 @@ class _Setting(NamedTuple):
         """Whether it has no score because too many answers are missing."""
         return self.average is not None and bool(pd.isna(self.average.value))
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether its position bias could be measured."""
+        return self.bias is not None and not pd.isna(self.bias.value)
+
 
 def sweep_table(
     summary: pd.DataFrame, axes: list[str]
@@ -964,7 +970,7 @@ def _table_of(
     """Header and rows of :func:`sweep_table`, from settings and their label."""
     if not any(setting.average for setting in settings):
         return [], []
-    has_bias = any(setting.bias and _has_value(setting.bias) for setting in settings)
+    has_bias = any(setting.has_bias for setting in settings)
     header = [label, metric_name(summary), "unmodified", "difference"]
     if has_bias:
         header += ["position bias", "shape"]
@@ -1100,26 +1106,20 @@ def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
 
     The list is empty if it was measured in no setting.
     """
-    with_bias = [setting for setting in settings if setting.bias]
-    values = [(s.bias.value, s.name) for s in with_bias if _has_value(s.bias)]
+    values = [(s.bias.value, s.name) for s in settings if s.has_bias]
     if not values:
         return []
     parts = [f"the position bias {_range(values, '', ' points')}"]
     unmeasured = [
         f"{setting.name} ({tables.cell(setting.bias, '')})"
-        for setting in with_bias
-        if not _has_value(setting.bias)
+        for setting in settings
+        if setting.bias and not setting.has_bias
     ]
     if len(unmeasured) > MAX_LISTED:
         parts.append(f"it cannot be measured in {len(unmeasured)} settings")
     elif unmeasured:
         parts.append(f"it cannot be measured for {' and '.join(unmeasured)}")
     return parts
-
-
-def _has_value(row: Any) -> bool:
-    """Whether a row of summary.csv has a number."""
-    return not pd.isna(row.value)
 
 
 def _direction(difference: Any) -> str:
