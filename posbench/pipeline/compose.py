@@ -285,69 +285,17 @@ def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> User
 
 
 def _compose_job(config: DictConfig, job: Any, arguments: _Arguments) -> ComposedConfig:
-    """Return a job's config as Hydra composed it, completed by :func:`_fill`.
-
-    Args:
-        config: Its config.
-        job: Hydra's description of the job.
-        arguments: The arguments.
-    """
-    return _fill(
-        config,
-        dict(job.runtime.choices),
-        _overrides(job),
-        arguments.request,
-        arguments.folders,
-        _number(job),
-        job.mode == RunMode.MULTIRUN,
-    )
-
-
-def _overrides(job: Any) -> list[str]:
-    """The overrides of a job, from Hydra's description."""
-    overrides: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
-    return [str(override) for override in overrides]
-
-
-def _number(job: Any) -> int:
-    """The number of a job; Hydra numbers jobs only in a sweep."""
-    number = OmegaConf.select(job, "job.num", default=0, throw_on_missing=False)
-    return int(number or 0)
-
-
-def _refusal(job: Any, arguments: _Arguments, error: UserError) -> Record:
-    """The record of a job that is wrong."""
-    overrides = spelled(arguments.request, _overrides(job))
-    record = new_record(overrides, job.mode == RunMode.MULTIRUN)
-    return {**record, "status": error.status, "error": str(error)}
-
-
-def _key_of(override: str) -> str:
-    """The dotted key of an override, or the group that it chooses."""
-    return override.split("=", 1)[0].lstrip("+~").split("@")[-1]
-
-
-def _fill(
-    config: DictConfig,
-    choices_made: Mapping[str, str | None],
-    overrides: Sequence[str],
-    request: Request,
-    folders: Sequence[Path],
-    number: int,
-    multirun: bool,
-) -> ComposedConfig:
-    """Turn a config into plain data with all defaults.
+    """Turn a job's config into plain data with all defaults.
 
     Args:
         config: The config as Hydra composed it.
-        choices_made: The choice of each group.
-        overrides: The overrides of this job.
-        request: The request to Hydra.
-        folders: config folders, posbench's first.
-        number: Number of the job in a sweep.
-        multirun: Whether it is one of a sweep.
+        job: Hydra's description of the job.
+        arguments: The arguments.
     """
+    request, folders = arguments.request, arguments.folders
+    overrides = _overrides(job)
     typed = tuple(_key_of(override) for override in overrides)
+    choices_made: Mapping[str, str | None] = dict(job.runtime.choices)
     raw: Any = OmegaConf.to_container(config, resolve=False)
     raw.pop("hydra", None)
     groups = [group for group in paths.GROUPS if isinstance(raw.get(group), dict)]
@@ -383,10 +331,34 @@ def _fill(
         grid=request.grid,
         typed=typed,
         overrides=spelled(request, overrides),
-        folders=tuple(folders),
-        number=number,
-        multirun=multirun,
+        folders=folders,
+        number=_number(job),
+        multirun=job.mode == RunMode.MULTIRUN,
     )
+
+
+def _overrides(job: Any) -> list[str]:
+    """The overrides of a job, from Hydra's description."""
+    overrides: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
+    return [str(override) for override in overrides]
+
+
+def _number(job: Any) -> int:
+    """The number of a job; Hydra numbers jobs only in a sweep."""
+    number = OmegaConf.select(job, "job.num", default=0, throw_on_missing=False)
+    return int(number or 0)
+
+
+def _refusal(job: Any, arguments: _Arguments, error: UserError) -> Record:
+    """The record of a job that is wrong."""
+    overrides = spelled(arguments.request, _overrides(job))
+    record = new_record(overrides, job.mode == RunMode.MULTIRUN)
+    return {**record, "status": error.status, "error": str(error)}
+
+
+def _key_of(override: str) -> str:
+    """The dotted key of an override, or the group that it chooses."""
+    return override.split("=", 1)[0].lstrip("+~").split("@")[-1]
 
 
 def _keys_of_own_choice(
