@@ -225,9 +225,9 @@ class _Trend:
         claim = f"the centre of attention follows {self.axis}"
         if self.claims:
             claim = self.claims.attention
-        estimate = percentile(correlation[0], correlation[1:], n, num_questions)
-        draws = correlation[1:]
-        self._add_correlation(claim, CENTRE, -1, estimate, draws, ", mean over prompts")
+        self._add_correlation(
+            claim, CENTRE, -1, correlation, n, num_questions, ", mean over prompts"
+        )
 
     def _measure_scores(self, scores: pd.DataFrame) -> None:
         """Add the trends of scores and of position bias, and the verdicts on the paper's claims about them.
@@ -257,8 +257,7 @@ class _Trend:
         if self.claims:
             claim = self.claims.score
         correlation = _rank_correlation(halves, self.numbers)
-        estimate = percentile(correlation[0], correlation[1:], n)
-        self._add_correlation(claim, HALVES, 1, estimate, correlation[1:])
+        self._add_correlation(claim, HALVES, 1, correlation, n, n)
 
         claim = f"the position bias changes with {self.axis}"
         numbers = self.numbers
@@ -271,12 +270,10 @@ class _Trend:
         numbers = np.array([number for number in numbers if number in measurable])
         if len(numbers) > 2:
             correlation = _rank_correlation(biases, numbers)
-            estimate = percentile(correlation[0], correlation[1:], n)
-            draws = correlation[1:]
-            self._add_correlation(claim, SPREAD, 1, estimate, draws, restriction)
-            gaps = (
-                self._gaps_beside(self.claims.neutral, numbers) if self.claims else ""
-            )
+            self._add_correlation(claim, SPREAD, 1, correlation, n, n, restriction)
+            gaps = ""
+            if self.claims:
+                gaps = self._gaps_beside(self.claims.neutral, numbers)
             if gaps:
                 self.findings[-1] = self.findings[-1].not_testable(gaps)
         elif self.claims:
@@ -347,8 +344,9 @@ class _Trend:
         claim: str,
         statistic: str,
         sign: int,
-        estimate: Estimate,
-        draws: Array,
+        correlation: Array,
+        n: int,
+        num_questions: int,
         restriction: str = "",
     ) -> None:
         """Add the finding that a rank correlation lies on one side of zero.
@@ -357,11 +355,14 @@ class _Trend:
             claim: The paper's claim, or our control's.
             statistic: The statistic to correlate with the swept number.
             sign: Side of zero that the paper claims; a control takes either.
-            estimate: The correlation.
-            draws: Its bootstrap draws, [R].
+            correlation: The correlation, then its bootstrap draws, [1 + R].
+            n: Prompts.
+            num_questions: Questions, which the bootstrap draws.
             restriction: To which values or prompts it is restricted, in words.
         """
         text = f"rank correlation of the {statistic} with {self.axis}{restriction}{self.subset_note}"
+        draws = correlation[1:]
+        estimate = percentile(correlation[0], draws, n, num_questions)
         is_above = sign > 0 if self.claims else estimate.value > 0
         if is_above:
             p = draws_p(draws, SMALLEST_SHARE)
