@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -665,22 +666,20 @@ def plan_run(
         # Prompts, tokens or money: no time has to be measured.
         chooser = Chooser(config, reader, counted_price(config), budget.size)
         return _make_plan(chooser, budget, budget.size), None
-    if not config.model.in_process:
+    settings: Mapping[str, Any] = {}
+    note = ""
+    run = speed = None
+    if reader is not None:
+        settings, note = choose_precision(config, reader)
+        config = with_settings(config, settings)
+        max_seconds = MEASURING_SHARE * budget.seconds
+        run, speed, costs = time_model(config, reader, console, max_seconds)
+        price: Price = partial(speed.seconds, costs)
+    else:
         price = served_seconds(config)
-        spent = watch.seconds + watch.report_seconds(budget.seconds)
-        total = max(budget.seconds - spent, 0.0)
-        chooser = Chooser(config, None, price, total)
-        plan = _make_plan(chooser, budget, USED_SHARE * total, spent=spent)
-        return plan, None
-    assert reader is not None, "the model is in process"
-    settings, note = choose_precision(config, reader)
-    config = with_settings(config, settings)
-    run, speed, costs = time_model(
-        config, reader, console, MEASURING_SHARE * budget.seconds
-    )
     spent = watch.seconds + watch.report_seconds(budget.seconds)
     total = max(budget.seconds - spent, 0.0)
-    chooser = Chooser(config, reader, lambda work: speed.seconds(costs, work), total)
+    chooser = Chooser(config, reader, price, total)
     plan = _make_plan(
         chooser, budget, USED_SHARE * total, spent=spent, speed=speed, note=note
     )
@@ -981,9 +980,7 @@ def describe_long_run(config: Config, run: Run) -> str:
         return sum(speed.seconds(costs, work) for work in works)
 
     def fitting(total: float) -> str:
-        chooser = Chooser(
-            config, reader, lambda work: speed.seconds(costs, work), total
-        )
+        chooser = Chooser(config, reader, partial(speed.seconds, costs), total)
         chosen = chooser.choose(total)
         if not chosen or chosen[1] < min(ENOUGH_QUESTIONS, chooser.limit):
             return ""

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +213,9 @@ def plan_study(
     precision, note = choose_precision(config, reader)
     config = with_settings(config, precision)
     chooser = StudyChooser(config, reader)
-    run, speed, costs = time_model(
-        config, reader, console, MEASURING_SHARE * budget.seconds
-    )
-
-    def reading_seconds(work: WorkEstimate) -> float:
-        return speed.seconds(costs, work)
-
     total = budget.seconds
+    run, speed, costs = time_model(config, reader, console, MEASURING_SHARE * total)
+    reading_seconds = partial(speed.seconds, costs)
 
     def seconds_spent() -> float:
         return watch.seconds + watch.report_seconds(total)
