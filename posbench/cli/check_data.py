@@ -85,12 +85,11 @@ def check_data(args: list[str]) -> int:
             run = prepare(compose_one(*asked_overrides))
     else:
         asked_overrides.append("model=DIR_OR_HUB_ID")
-    if run is None:
-        examples = task.evaluation()
-        facts += _example_facts(examples)
-    else:
-        examples = run.config.task.evaluation()
-        facts += _example_facts(examples)
+    if run:
+        task = run.config.task
+    examples = task.evaluation()
+    facts += _example_facts(examples)
+    if run:
         facts.append(("tokens", _token_lengths(run, examples)))
         facts += [("changed", line) for line in run.warnings]
     for name, text in facts:
