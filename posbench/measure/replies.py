@@ -138,16 +138,15 @@ def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
 
 
 def encode_longest(
-    encoder: Encoder, task: Task, examples: Sequence[Example] | None = None
+    encoder: Encoder, task: Task, examples: Sequence[Example]
 ) -> tuple[Example, Encoded]:
     """Tokenise the example with the longest prompt in characters, to detect at once if prompts do not fit.
 
     Args:
         encoder: Makes the prompts.
         task: The task.
-        examples: Its examples as they are asked; None: the evaluation's.
+        examples: Its examples as they are asked.
     """
-    examples = task.evaluation() if examples is None else examples
     longest = max(examples, key=lambda example: len(example.prompt))
     return longest, encode_prompt(encoder, task, longest)
 

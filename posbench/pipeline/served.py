@@ -266,7 +266,7 @@ def _density(profile: ServerProfile) -> float:
 
 
 def check_prompts_arrive(
-    config: Config, unfitted: Config, budget: Budget | None = None
+    config: Config, unfitted: Config, budget: Budget | None
 ) -> Config:
     """Find out whether the longest prompt of a run arrives whole.
 
@@ -496,7 +496,7 @@ def _prompt_maker(
     return make_prompt
 
 
-def sample_of_prompts(examples: Sequence[Example], window: int = NO_WINDOW) -> str:
+def sample_of_prompts(examples: Sequence[Example], window: int) -> str:
     """Pieces of a few prompts, spread over them and joined; their tokens per character represent all prompts.
 
     The sample is no longer than the longest prompt, so a server that reads that prompt reads the sample.
@@ -818,7 +818,7 @@ def need_consent(config: Config, estimate: ServedEstimate, console: Console) -> 
         raise UserError("--yes", answer, "y: nothing was asked", hint)
 
 
-def probe_server_if_it_answers(config: Config, budget: Budget | None = None) -> Config:
+def probe_server_if_it_answers(config: Config, budget: Budget | None) -> Config:
     """The same as :func:`probe_server`; where a server does not answer, a run that is made may still be shown.
 
     Raises:

@@ -206,7 +206,7 @@ def make_shard_and_finish(
     shard: Shard,
     command: str,
     console: Console,
-    worker_main: WorkerMain | None = None,
+    worker_main: WorkerMain,
 ) -> None:
     """Make a shard of a run, and finish the run where that was the last shard.
 

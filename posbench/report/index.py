@@ -361,7 +361,6 @@ def _columns(
         what: For each run its names and settings.
         layout: What is shown.
     """
-    signed = {"difference": True}
     columns = {
         "run": [_hash_cell(record) for record in records],
         WHAT_COLUMN: list(what),
@@ -371,7 +370,13 @@ def _columns(
     for header, name in NUMBER_COLUMNS.items():
         has_interval = header in layout.intervals
         columns[header] = [
-            _number_cell(record, name, layout.is_wide, has_interval, header in signed)
+            _number_cell(
+                record,
+                name,
+                layout.is_wide,
+                has_interval,
+                signed=header == "difference",
+            )
             for record in records
         ]
     columns["age"] = [Text(age(record["started"])) for record in records]
@@ -520,7 +525,7 @@ def _number_cell(
     name: str,
     is_wide: bool,
     has_interval: bool,
-    signed: bool = False,
+    signed: bool,
 ) -> Text:
     """An estimate of a record in points; empty where nothing is known.
 

@@ -229,7 +229,7 @@ class Finding:
             note=note,
         )
 
-    def not_testable(self, note: str = "") -> Self:
+    def not_testable(self, note: str) -> Self:
         """Return the same number without a verdict; ``note``, put before the finding's note, says why."""
         notes = "; ".join(filter(None, [note, self.note]))
         return replace(self, verdict="not testable", p=math.nan, note=notes)

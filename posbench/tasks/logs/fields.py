@@ -183,7 +183,7 @@ def as_number(value: Any, name: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def as_answers(value: Any, *, is_cell: bool = False) -> tuple[str, ...] | None:
+def as_answers(value: Any, *, is_cell: bool) -> tuple[str, ...] | None:
     """Answers of a text, a number, a list of these, or SQuAD's ``{"text": [...]}``; None where there are none.
 
     Args:
@@ -297,7 +297,7 @@ def has_distances(value: Any) -> bool:
 
 
 def read_question(
-    number: int, fields: Mapping[str, Any], *, is_cell: bool = False
+    number: int, fields: Mapping[str, Any], *, is_cell: bool
 ) -> LoggedQuestion:
     """A question of fields under the names ``question``, ``documents``, ``answers``, ``reply``, ``id``, and of gold.
 
