@@ -13,7 +13,14 @@ from posbench import paths
 from posbench.files.parse import CORRECT_FILE, Objects, read_yaml
 from posbench.late import DataFrame, pd
 from posbench.report import tables
-from posbench.report.folder import CAPTIONS, read_csv, read_json, sweep_runs
+from posbench.report.folder import (
+    CAPTIONS,
+    config_group,
+    name_in_config,
+    read_csv,
+    read_json,
+    sweep_runs,
+)
 from posbench.report.glance import describe_measurements
 from posbench.report.paper import (
     count_agreement,
@@ -162,7 +169,7 @@ class Entry:
             config = read_yaml(file, hint=CORRECT_FILE)
         else:
             config = {}
-        return config.get("experiment") or {}
+        return config_group(config, "experiment")
 
     @cached_property
     def panels(self) -> list[Panel]:
@@ -221,7 +228,7 @@ class Entry:
     @cached_property
     def origin(self) -> str:
         """Where the runs come from, in one line: models, versions, hardware, precision of the weights, and dates."""
-        models = [(run.config().get("model") or {}).get("name") for run in self.runs]
+        models = [name_in_config(run.config(), "model") for run in self.runs]
         provenances = [run.facts(PROVENANCE) for run in self.runs]
         provenances = [provenance for provenance in provenances if provenance]
         texts = [", ".join(dict.fromkeys(filter(None, models)))]
@@ -527,5 +534,6 @@ def _label_results(
 
 def _task_name(folder: Path) -> str:
     """The task that a run asked; empty where it asked none, and of a sweep."""
-    task = open_run_dir(folder).config().get("task") or {}
-    return str(task.get("name", "")) if (folder / CONFIG).is_file() else ""
+    if not (folder / CONFIG).is_file():
+        return ""
+    return name_in_config(open_run_dir(folder).config(), "task")

@@ -21,7 +21,7 @@ from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report.console import Record
 from posbench.report.curve import curve_of_methods
-from posbench.report.folder import need_destination, read_csv
+from posbench.report.folder import config_group, need_destination, read_csv
 from posbench.report.glance import comparison_glance, name_in_commands, score_order
 from posbench.report.index import cut_text, differing_settings, estimate_cell
 from posbench.report.links import run_links
@@ -120,7 +120,7 @@ class ComparedRun:
     @property
     def decoding(self) -> dict[str, str]:
         """The settings that can change a greedy reply, by name; of a served run also those left to the server."""
-        task = self.config.get("task") or {}
+        task = config_group(self.config, "task")
         settings = {
             f"task.{name}": override_text(to_canonical(task[name]))
             for name in DECODING_KEYS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posbench.late import pd
-from posbench.report.folder import read_csv
+from posbench.report.folder import config_group, name_in_config, read_csv
 from posbench.report.tables import missing_notes
 from posbench.run.folder import PREDICTIONS, open_run_dir, open_undamaged
 from posbench.schema import build
@@ -47,12 +47,12 @@ def judge_contrasts(runs: Runs, varied: Collection[str]) -> pd.DataFrame:
     contrasts: list[Contrast] = []
     for setting, folder in runs:
         config = open_run_dir(folder).config()
-        experiment = config.get("experiment") or {}
+        experiment = config_group(config, "experiment")
         contrasts = [
             build(Contrast, data, "experiment.contrasts")
             for data in experiment.get("contrasts") or ()
         ]
-        model = (config.get("model") or {}).get("name", "")
+        model = name_in_config(config, "model")
         keys = experiment.get("grid") or varied
         named = {key: value for key, value in setting.items() if key in keys}
         by_model.setdefault(model, []).append((named, folder))

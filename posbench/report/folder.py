@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,17 @@ def read_file(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
 def unreadable_file_error(path: Path, error: Exception, allowed: str) -> UserError:
     """The error of a file that cannot be read."""
     return parse.unreadable(path, error, allowed, RUN_AGAIN)
+
+
+def config_group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of a run's config, as ``model``; empty where the config has none."""
+    group = config.get(name)
+    return group if isinstance(group, Mapping) else {}
+
+
+def name_in_config(config: Mapping[str, Any], group: str) -> str:
+    """The name of a run's model, task, method, search or study, from its config; empty where it has none."""
+    return str(config_group(config, group).get("name") or "")
 
 
 def need_destination(out: Path, is_ours: Callable[[], bool], kind: str) -> None:

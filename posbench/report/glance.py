@@ -14,7 +14,12 @@ from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.late import pd
 from posbench.methods.choice import MethodChoice
 from posbench.model.load import is_in_process
-from posbench.report.folder import read_csv, read_json, study_tables
+from posbench.report.folder import (
+    config_group,
+    read_csv,
+    read_json,
+    study_tables,
+)
 from posbench.report.tables import has_missing_note, missing_notes, unmeasurable_bias
 from posbench.report.text import (
     CITATION,
@@ -152,7 +157,7 @@ def run_glance(folder: Path) -> Glance:
         named = {arg.partition("=")[0] for arg in shlex.split(found.next)}
         subject = [a for a in _subject(run, config) if _key_of(a) not in named]
         purpose = found.purpose
-        task = _group(config, "task")
+        task = config_group(config, "task")
         if "method" in named:
             # The best of several on few questions looks better than it is.
             subject = _without(subject, "task.limit")
@@ -853,7 +858,7 @@ def _step_after_scores(
     """
     name = name_in_commands(run.path)
     subject = _subject(run, config)
-    node = _group(config, "method")
+    node = config_group(config, "method")
     make_importable(run)
     choice = MethodChoice.of(node) if "_target_" in node else None
     in_process = is_in_process(config.get("model"))
@@ -866,7 +871,7 @@ def _step_after_scores(
         words = ["posbench study=remedies", *subject]
         return " ".join(words), "asks the same questions under every remedy"
     others = _without(subject, "task.limit")
-    limit = _group(config, "task").get("limit")
+    limit = config_group(config, "task").get("limit")
     method = _method_as_typed(run, config, name) if is_method_open else None
     if limit and method is not None:
         more = MORE_QUESTIONS * limit
@@ -889,16 +894,10 @@ def _step_after_scores(
 def name_in_commands(run: Path) -> str:
     """What a verb calls the run in a folder: its hash, or its folder outside the default outputs."""
     config = open_run_dir(run).config()
-    outputs = _group(config, "runtime").get("outputs", Runtime.outputs)
+    outputs = config_group(config, "runtime").get("outputs", Runtime.outputs)
     if outputs == Runtime.outputs:
         return run.name.rpartition("__")[2]
     return shlex.quote("/".join([str(outputs).rstrip("/"), *run.parts[-3:]]))
-
-
-def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A group of a config; empty where it has none."""
-    group = config.get(name)
-    return group if isinstance(group, Mapping) else {}
 
 
 def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
@@ -928,7 +927,7 @@ def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:
             added = "+" * (len(override) - len(override.lstrip("+")))
             typed[key] = f"{added}{key}={override_text(value)}"
     for group in ("model", "task"):
-        named = _group(config, group).get("name")
+        named = config_group(config, group).get("name")
         is_choice = paths.find_choice(group, str(named), folders) is not None
         # Fields of the default model or task are typed without its name, those of an experiment's with it.
         has_fields = any(key.startswith(f"{group}.") for key in typed)
@@ -948,7 +947,7 @@ def _keys_of_experiment(config: Mapping[str, Any], folders: Sequence[Path]) -> s
         config: The run's config.
         folders: Config folders.
     """
-    experiment = _group(config, "experiment")
+    experiment = config_group(config, "experiment")
     file = paths.find_choice("experiment", str(experiment.get("name")), folders)
     grid = experiment.get("grid") or {}
     keys = {key for key in grid if re.match(r"(model|task)(\.|$)", key)}
@@ -983,7 +982,7 @@ def _method_as_typed(
     args = shlex.split(str(run.facts(PROVENANCE).get("command", "")))
     if _is_sweep(args):
         return None
-    node = _group(config, "method")
+    node = config_group(config, "method")
     if "experiment" in config and not any(re.match(r"method[.=]", a) for a in args):
         # The experiment chose it.
         values = {k: v for k, v in node.items() if k != "_target_" and v is not None}

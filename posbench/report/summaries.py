@@ -17,6 +17,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import Row, to_canonical, write_text
 from posbench.late import pd
+from posbench.report.folder import name_in_config
 from posbench.run.folder import (
     CONFIG,
     DONE,
@@ -251,7 +252,7 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
         state,
         started,
         status.get("seconds"),
-        names={group: _name(config.get(group)) for group in NAMED_GROUPS},
+        names={group: name_in_config(config, group) for group in NAMED_GROUPS},
         settings=_settings(config),
         verdict=verdict,
         tone=tone,
@@ -304,11 +305,6 @@ def fill_nulls(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
         else:
             filled[key] = values.get(key) if value is None else value
     return filled
-
-
-def _name(group: Any) -> str:
-    """The name that a group of a config has; empty where it has none."""
-    return str(group.get("name") or "") if isinstance(group, Mapping) else ""
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:

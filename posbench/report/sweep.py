@@ -34,6 +34,8 @@ from posbench.report.contrasts import judge_contrasts
 from posbench.report.curve import curve_of_sweep
 from posbench.report.folder import (
     CAPTIONS,
+    config_group,
+    name_in_config,
     need_files,
     read_csv,
     read_json,
@@ -800,8 +802,8 @@ def _render_verdicts(folder: Path, command: str) -> Path:
         sections.insert(0, Section("Figures", text, pictures=pictures))
     studies = []
     for run in folders:
-        study = open_run_dir(run).config().get("study") or {}
-        studies.append(f"study {study.get('name', '')}")
+        study = name_in_config(open_run_dir(run).config(), "study")
+        studies.append(f"study {study}")
     swept_keys = [column for column in findings if "." in column]
     page_title = title(studies, findings["model"].dropna(), (), swept_keys)
     return write_page(
@@ -828,8 +830,8 @@ def _figures_of_experiment(runs: Sequence[Path]) -> list[tuple[Path, str]]:
     panels: dict[str, Sequence[str]] = {}
     for run in runs:
         config = open_run_dir(run).config()
-        panels = panels or (config.get("experiment") or {}).get("panels") or {}
-        model = (config.get("model") or {}).get("name", "")
+        panels = panels or config_group(config, "experiment").get("panels") or {}
+        model = name_in_config(config, "model")
         texts = read_json(run / "figures" / CAPTIONS) or {}
         for name, text in texts.items():
             file = run / "figures" / f"{name}.svg"

@@ -12,7 +12,7 @@ import numpy as np
 
 from posbench.late import pd
 from posbench.model.load import is_in_process
-from posbench.report.folder import read_json
+from posbench.report.folder import name_in_config, read_json
 from posbench.report.tables import (
     Table,
     bias_table,
@@ -140,8 +140,8 @@ def _list_names(prefix: str, names: Iterable[str], kind: str) -> str:
 
 def run_title(config: Mapping[str, Any]) -> str:
     """Return the title of a run from its config: its study, its search alone, or its method, with model and task."""
-    method = _group_name(config, "method")
-    study = _group_name(config, "study")
+    method = name_in_config(config, "method")
+    study = name_in_config(config, "study")
     model = config.get("model")
     stages = config.get("stages") or ()
     if not is_in_process(model) and method == UNMODIFIED:
@@ -151,16 +151,12 @@ def run_title(config: Mapping[str, Any]) -> str:
         if method not in ("", UNMODIFIED, SERVED):
             text += f" with {method}"
     elif "search" in stages and "evaluate" not in stages:
-        text = f"search {_group_name(config, 'search')} for {method}"
+        text = f"search {name_in_config(config, 'search')} for {method}"
     else:
         text = display_name(method) if method else "run"
-    return title([text], [_group_name(config, "model")], [_group_name(config, "task")])
-
-
-def _group_name(config: Mapping[str, Any], group: str) -> str:
-    """The name in a config's group; empty where it has none."""
-    values = config.get(group)
-    return str(values.get("name", "")) if isinstance(values, Mapping) else ""
+    return title(
+        [text], [name_in_config(config, "model")], [name_in_config(config, "task")]
+    )
 
 
 def headline(
