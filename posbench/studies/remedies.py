@@ -31,7 +31,7 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
-from posbench.stats.glance import Glance, Number, sentence_case
+from posbench.stats.glance import Glance, Number, Tone, sentence_case
 from posbench.stats.outcomes import PROBLEM, missing_note, setting_in
 from posbench.stats.policies import Scores, within_margin
 from posbench.stats.position_bias import statistic_rows
@@ -313,28 +313,29 @@ class Remedies(TimingStudy):
             details = f"Within the interval of {name}: {', '.join(ties)}."
         among = f" under each of {len(raced)} remedies" if len(raced) > 1 else ""
         effect = f"{best['difference']:+.1f} points on average {_time_in_words(best)}"
-        glance = Glance(
-            HELPS,
-            "good",
-            f"Try {name} first: {effect}{tie}.",
+        tone: Tone
+        if best["verdict"] == HELPS:
+            word, tone = HELPS, "good"
+            sentence = f"Try {name} first: {effect}{tie}."
+            command = shlex.join(["posbench", f"method={_typed(name)}"])
+            purpose = "measures what it leaves of the position bias"
+        else:
+            is_undecided = (raced["verdict"] == CANNOT_TELL).any()
+            word, tone = "none helps for sure", "open" if is_undecided else "bad"
+            is_above = best["difference"] > 0
+            best_is = f"; the best is {name}, {effect}" if is_above else ""
+            sentence = f"No remedy raises the average for sure{best_is}."
+            command = purpose = ""
+        return Glance(
+            word,
+            tone,
+            sentence,
             numbers,
-            shlex.join(["posbench", f"method={_typed(name)}"]),
-            "measures what it leaves of the position bias",
+            command,
+            purpose,
             details,
             sample=f"{best['n']:.0f} questions{among}",
             rule="The change is paired, prompt by prompt, and its interval holds for all remedies together.",
-        )
-        if best["verdict"] == HELPS:
-            return glance
-        undecided = (raced["verdict"] == CANNOT_TELL).any()
-        best_is = f"; the best is {name}, {effect}" if best["difference"] > 0 else ""
-        return replace(
-            glance,
-            word="none helps for sure",
-            tone="open" if undecided else "bad",
-            sentence=f"No remedy raises the average for sure{best_is}.",
-            next="",
-            purpose="",
         )
 
     def sections(self, tables: Tables, figures: Drawn) -> list[Section]:
@@ -476,11 +477,18 @@ def _empty_glance(table: pd.DataFrame) -> Glance:
             sentence = "Too many replies of the unmodified model are no answers, so no remedy can be compared with it."
         details = sentence_case(notes.iloc[0])
         setting = setting_in(details)
-        glance = Glance("cannot tell", "open", sentence, details=details)
-        if not setting:
-            return glance
-        step = f"posbench study=remedies {setting}"
-        return replace(glance, next=step, purpose="what the missing answers call for")
+        command = purpose = ""
+        if setting:
+            command = f"posbench study=remedies {setting}"
+            purpose = "what the missing answers call for"
+        return Glance(
+            "cannot tell",
+            "open",
+            sentence,
+            next=command,
+            purpose=purpose,
+            details=details,
+        )
     sentence = "No remedy fits this model and these prompts; the page says why."
     return Glance("cannot tell", "open", sentence)
 
