@@ -126,56 +126,68 @@ def run_glance(folder: Path) -> Glance:
     config = run.config()
     metrics = read_csv(folder / "metrics.csv")
     if metrics is not None:
-        delivery = run.facts(PROVENANCE).get("delivery")
-        glance = scores_glance(metrics, delivery)
-        # Where there is no verdict on a bias, the task has no three gold positions for a diagnosis.
-        word = glance.word if glance.rule else ""
-        base, method, _ = _subjects(metrics)
-        is_open = word == CANNOT_TELL and bool(method) and _has_bias(metrics, base)
-        command, purpose = _step_after_scores(run, config, word, is_open)
-        averages = rows_over_all_positions(metrics)["value"]
-        if "--wrong" in command and not (averages < 1).any():
-            return glance
-        return _with_step(glance, command, purpose)
+        return _scored_run_glance(run, config, metrics)
     findings = read_csv(folder / "findings.csv")
     facts = read_json(folder / "study.json") or {}
-    found = None
+    glance = None
     has_figures = False
     if facts and config.get("study"):
         make_importable(run)
         study = read_study(config["study"])
         has_figures = type(study).figures is not Study.figures
-        found = study.glance(study_tables(folder, facts["tables"]))
-    if found:
+        glance = study.glance(study_tables(folder, facts["tables"]))
+    if glance:
         counts = count_verdicts(findings) if findings is not None else ""
-        found = replace(found, details=f"{found.details} {counts}".strip())
+        glance = replace(glance, details=f"{glance.details} {counts}".strip())
     elif findings is not None:
-        found = findings_glance(findings)
+        glance = findings_glance(findings)
     else:
-        found = measured_glance(folder)
-    if found.next:
-        named = {arg.partition("=")[0] for arg in shlex.split(found.next)}
-        subject = [a for a in _subject(run, config) if _key_of(a) not in named]
-        purpose = found.purpose
-        task = config_group(config, "task")
-        if "method" in named:
-            # The best of several on few questions looks better than it is.
-            subject = _without(subject, "task.limit")
-            if "seed" in task and not task.get("path"):
-                seed = f"task.seed={task['seed'] + 1}"
-                subject = [*_without(subject, "task.seed"), seed]
-                purpose += ", on new questions"
-        return _with_step(found, " ".join([found.next, *subject]), purpose)
+        glance = measured_glance(folder)
+    if glance.next:
+        return _with_subject(glance, run, config)
     if "search" in (config.get("stages") or ()) and not facts:
         if _kept_unmodified(folder):
-            return found
+            return glance
         command = f"posbench method=from:{name_in_commands(run.path)}"
         words = [command, *_subject(run, config)]
-        return _with_step(found, " ".join(words), "evaluates what the search found")
+        return _with_step(glance, " ".join(words), "evaluates what the search found")
     if has_figures:
         command = f"posbench report {name_in_commands(run.path)} --format pdf"
-        return _with_step(found, command, "draws the figures as PDF, too")
-    return found
+        return _with_step(glance, command, "draws the figures as PDF, too")
+    return glance
+
+
+def _scored_run_glance(
+    run: RunDir, config: Mapping[str, Any], metrics: pd.DataFrame
+) -> Glance:
+    """The first look at a run that scored, with its next step unless all its answers are right."""
+    delivery = run.facts(PROVENANCE).get("delivery")
+    glance = scores_glance(metrics, delivery)
+    # Where there is no verdict on a bias, the task has no three gold positions for a diagnosis.
+    word = glance.word if glance.rule else ""
+    base, method, _ = _subjects(metrics)
+    is_open = word == CANNOT_TELL and bool(method) and _has_bias(metrics, base)
+    command, purpose = _step_after_scores(run, config, word, is_open)
+    averages = rows_over_all_positions(metrics)["value"]
+    if "--wrong" in command and not (averages < 1).any():
+        return glance
+    return _with_step(glance, command, purpose)
+
+
+def _with_subject(glance: Glance, run: RunDir, config: Mapping[str, Any]) -> Glance:
+    """The first look at a study's run, its next command with the run's model and task."""
+    named = {arg.partition("=")[0] for arg in shlex.split(glance.next)}
+    subject = [a for a in _subject(run, config) if _key_of(a) not in named]
+    purpose = glance.purpose
+    task = config_group(config, "task")
+    if "method" in named:
+        # The best of several on few questions looks better than it is.
+        subject = _without(subject, "task.limit")
+        if "seed" in task and not task.get("path"):
+            seed = f"task.seed={task['seed'] + 1}"
+            subject = [*_without(subject, "task.seed"), seed]
+            purpose += ", on new questions"
+    return _with_step(glance, " ".join([glance.next, *subject]), purpose)
 
 
 def _kept_unmodified(folder: Path) -> bool:
