@@ -28,7 +28,6 @@ from posbench.methods.base import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.prompt_change import PromptChange
 from posbench.model.load import (
-    load,
     loaded_dtype,
     published_dtype,
     read_checkpoint,
@@ -42,7 +41,7 @@ from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
 from posbench.report.folder import RUN_AGAIN, read_csv, read_json
-from posbench.run.base import Run
+from posbench.run.base import Run, load_placed
 from posbench.run.folder import METHOD_FILE, PROVENANCE, find_run, open_undamaged
 from posbench.run.method import typed_in_place
 from posbench.run.own_code import config_dir_chosen, import_from, make_importable
@@ -548,19 +547,12 @@ def _fix(run: Run, method: Method) -> base.Fix:
             "export a model whose own config has no rotary embedding",
         )
     files = str(Path(sources.local(config.checkpoint)).resolve())
-    load_again = partial(
-        load,
-        config,
-        device=run.runtime.device,
-        device_map=run.runtime.device_map,
-        max_memory=run.runtime.max_memory,
-    )
     is_on_hub = config.checkpoint.kind == "model"
     return base.Fix(
         lm=run.lm,
         method=method,
         base=config.path if is_on_hub else files,
-        load=load_again,
+        load=partial(load_placed, config, run.runtime),
         dtype=published_dtype(read_checkpoint(config).facts),
         files=files,
         revision=config.revision if is_on_hub else None,

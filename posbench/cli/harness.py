@@ -42,10 +42,10 @@ from posbench.model.lm import (
     finite_logits_processor,
     length_batches,
 )
-from posbench.model.load import load
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import identity, run_contents, threads
+from posbench.run.base import load_placed
 from posbench.schema import Count, build
 from posbench.stats import outcomes
 
@@ -228,13 +228,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             num_threads = threads(self.posbench)
             if num_threads:
                 torch.set_num_threads(num_threads)
-            runtime = self.posbench.runtime
-            self.lm = load(
-                model,
-                device=runtime.device,
-                device_map=runtime.device_map,
-                max_memory=runtime.max_memory,
-            )
+            self.lm = load_placed(model, self.posbench.runtime)
         self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
         if self.method.rewrites or self.posbench.choice.reads_items:

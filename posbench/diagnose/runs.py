@@ -17,13 +17,14 @@ from posbench.errors import UserError
 from posbench.files.secrets import command_line
 from posbench.files.sources import cached_path, weight_files
 from posbench.model.lm import LM
-from posbench.model.load import SERVER_KEYS, ModelConfig, load
+from posbench.model.load import SERVER_KEYS, ModelConfig
 from posbench.pipeline.arguments import ENDPOINT, read_flags
 from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute, set_threads
 from posbench.pipeline.prepare import prepare, silence_transformers
 from posbench.report.page import render_run
+from posbench.run.base import load_placed
 from posbench.run.folder import PREDICTIONS, REDRAWN_FILES, open_run_dir
 from posbench.run.heartbeat import loading
 from posbench.run.lease import owning
@@ -179,15 +180,9 @@ class Runs:
             silence_transformers()
             config = self.prepare(["task.limit=1"], in_process=True)
             set_threads(config)
-            runtime = config.runtime
             began = time.monotonic()
             with loading(config.model.name, self.console):
-                self._lm = load(
-                    config.model,
-                    device=runtime.device,
-                    device_map=runtime.device_map,
-                    max_memory=runtime.max_memory,
-                )
+                self._lm = load_placed(config.model, config.runtime)
             self._count_time("loading", time.monotonic() - began)
         return self._lm
 

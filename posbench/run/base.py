@@ -35,7 +35,21 @@ from posbench.tasks.base import Split, check_examples
 if TYPE_CHECKING:
     from posbench.backends.base import Backend, ServerProfile
 
-__all__ = ["IncompleteRun", "Run"]
+__all__ = ["IncompleteRun", "Run", "load_placed"]
+
+
+def load_placed(model: ModelConfig, runtime: Runtime) -> LM:
+    """Load a model, with its weights where the settings of a run place them.
+
+    Raises:
+        UserError: It cannot be loaded, or placed there.
+    """
+    return load(
+        model,
+        device=runtime.device,
+        device_map=runtime.device_map,
+        max_memory=runtime.max_memory,
+    )
 
 
 @dataclass
@@ -95,12 +109,7 @@ class Run:
         if self.runtime.log_every and not self.console.is_terminal:
             self.console.print(message)
         with loading(self.model.name, self.console):
-            return load(
-                self.model,
-                device=self.runtime.device,
-                device_map=self.runtime.device_map,
-                max_memory=self.runtime.max_memory,
-            )
+            return load_placed(self.model, self.runtime)
 
     @cached_property
     def backend(self) -> Backend:

@@ -16,10 +16,10 @@ from posbench.methods.choice import MethodChoice
 from posbench.model.guard import check_finite, guarded
 from posbench.model.items import token_spans
 from posbench.model.lm import LM, length_batches
-from posbench.model.load import Dtype, load
+from posbench.model.load import Dtype
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
-from posbench.run.base import Run
+from posbench.run.base import Run, load_placed
 from posbench.schema import Count
 from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
@@ -137,13 +137,7 @@ def _load(run: Run, dtype: Dtype, prompts: Sequence[Sequence[int]]) -> LM:
 
     A method that reads items gets the first two thirds of each prompt, a third for each of two.
     """
-    runtime = run.runtime
-    lm = load(
-        replace(run.model, dtype=dtype),
-        device=runtime.device,
-        device_map=runtime.device_map,
-        max_memory=runtime.max_memory,
-    )
+    lm = load_placed(replace(run.model, dtype=dtype), run.runtime)
     for prompt in prompts:
         third = len(prompt) // 3
         lm.items.add(prompt, [(0, third), (third, 2 * third)])
