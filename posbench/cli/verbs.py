@@ -166,7 +166,7 @@ def with_server(run: PreparedRun) -> PreparedRun:
         UserError: The server does not answer, or refuses a typed setting.
     """
     config = run.config
-    if config.uses_model and not config.model.in_process and config.server is None:
+    if config.asks_server and config.server is None:
         return replace(run, config=probe_server(config))
     return run
 

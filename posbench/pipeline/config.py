@@ -123,6 +123,11 @@ class Config:
         return bool({"search", "intervene", "evaluate"} & set(self.stages))
 
     @property
+    def asks_server(self) -> bool:
+        """Whether the run's model is not in this process: a server, or a backend of the user's, answers."""
+        return self.uses_model and not self.model.in_process
+
+    @property
     def uses_task(self) -> bool:
         """Whether the task's prompts take part."""
         return self.study is None or self.study.needs_task

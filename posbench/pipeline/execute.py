@@ -159,7 +159,7 @@ def execute(
             _announce_long_run(config, run)
         _record_begin(out, plan)
         # A server's tokens and money are counted and limited.
-        if config.uses_model and not config.model.in_process:
+        if config.asks_server:
             from posbench.pipeline import served_run
 
             run.spending = served_run.spending(config, run)
@@ -482,7 +482,7 @@ def claim_run(
         _check_cut_prompts(config, run)
         with doing("checking the model with its longest prompt"):
             server_facts = probe_model(config, run)
-    if config.uses_model and not config.model.in_process:
+    if config.asks_server:
         from posbench.pipeline import served_run
 
         made = 0

@@ -140,7 +140,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         "torch": versions.version_of("torch"),
         "transformers": versions.version_of("transformers"),
     }
-    if config.uses_model and not config.model.in_process:
+    if config.asks_server:
         # Nothing is computed on this machine.
         return facts | model_identity(config, read)
     # A login node may lack the jobs' hardware.
@@ -275,7 +275,7 @@ def _classes(config: Config) -> list[type]:
 def _classes_that_ask(config: Config) -> list[type]:
     """Return the classes of backend and task of a run, on which replies depend whatever the method."""
     classes: list[type] = []
-    if config.uses_model and not config.model.in_process:
+    if config.asks_server:
         from posbench.backends.choice import backend_class
 
         classes.append(backend_class(config.model))
