@@ -549,7 +549,8 @@ def _resolve_stages(
         requested = _default_stages(model, parts.get("task"), search, choice, target)
         if parts.get("constants"):
             requested = [stage for stage in requested if stage != "search"]
-        if _names_search(typed) and model.in_process and "search" not in requested:
+        is_typed = "search" in _typed_groups(typed)
+        if is_typed and model.in_process and "search" not in requested:
             requested = ["search", *requested]
     stages = tuple(requested)
     if not stages or list(stages) != [stage for stage in STAGES if stage in stages]:
@@ -600,21 +601,17 @@ def _need_servable(
 ) -> None:
     """Refuse settings that need the inside of a model where a server runs the model."""
     groups = _typed_groups(typed)
-    value: Any = None
-    if "search" in groups:
-        group = "search"
-    elif "study" in groups:
-        group = "study"
+    value: Any
+    if groups & {"search", "study"}:
+        group = "search" if "search" in groups else "study"
+        value = data[group].get("name")
+        hint = f"leave {group} out"
     elif not set(stages) <= {"evaluate", "report"}:
         group = "stages"
-    else:
-        return
-    if group == "stages":
         value = list(stages)
         hint = "set stages=[evaluate,report]"
     else:
-        value = data[group].get("name")
-        hint = f"leave {group} out"
+        return
     name = data["model"]["name"]
     allowed = (
         f"evaluate and report only: posbench cannot look inside the server of {name}"
@@ -657,11 +654,6 @@ def _default_stages(
     if _can_build(choice, findable, target):
         return ["search", *without_search]
     return model.stages
-
-
-def _names_search(typed: Sequence[str]) -> bool:
-    """Whether the user typed a search, or a setting of one."""
-    return any(key.partition(".")[0] == "search" for key in typed)
 
 
 def _can_build(
