@@ -171,18 +171,14 @@ class RunExamples:
         if kind:
             scores = describe_kind(row)
         lines = [f"{method}: {scores or 'not scored'}"]
-        rewritten = row.get("rewritten_prompt")
-        if rewritten:
-            text = rewritten if in_full else shorten(rewritten)
-            lines.append(f"  prompt of this method: {_indent(text, 10).strip()}")
-        thinking = row.get("thinking")
-        if thinking:
-            text = thinking if in_full else shorten(thinking)
-            lines.append(f"  thinking, not scored: {_indent(text, 10).strip()}")
-        quote = row.get("quote")
-        if quote:
-            text = quote if in_full else shorten(quote)
-            lines.append(f"  quote, not scored: {_indent(text, 10).strip()}")
+        for field, label in (
+            ("rewritten_prompt", "prompt of this method"),
+            ("thinking", "thinking, not scored"),
+            ("quote", "quote, not scored"),
+        ):
+            if row.get(field):
+                text = row[field] if in_full else shorten(row[field])
+                lines.append(f"  {label}: {_indent(text, 10).strip()}")
         lines.append(f"  reply:  {_indent(row['output'], 10).strip()}")
         answer = self.task.extracted(example, row["output"]) if example else None
         if answer is not None:

@@ -149,7 +149,6 @@ def read_run(folder: Path) -> tuple[Glance, list[Section]]:
     config = run.config()
     make_importable(run)
     sections = _study_sections(folder, config)
-    # A run has scores or a study; one with neither shows at least its experiment's claims.
     if metrics is not None:
         sections += _score_sections(folder, metrics, subsets)
     # Neither scores nor a study: at least the claims of its experiment.
