@@ -35,7 +35,7 @@ from posbench.model.load import (
 )
 from posbench.pipeline.compose import compose_one, compose_record
 from posbench.pipeline.config import Config, check_config
-from posbench.pipeline.constants import with_constants
+from posbench.pipeline.constants import applied_or_found, with_constants
 from posbench.pipeline.fit import FitToModel
 from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
@@ -337,11 +337,8 @@ def _origin_of_run(folder: Path) -> Origin:
         found_by_method = read_yaml(
             folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN
         )
-    constants = read_json(folder / METHOD_FILE)
-    if constants is None and "parts" in raw["method"]:
-        constants = {"parts": found_by_method}
-    elif constants is None:
-        constants = found_by_method.get(raw["method"]["name"], {})
+    applied = read_json(folder / METHOD_FILE)
+    constants = applied_or_found(raw["method"], applied, found_by_method)
     config = _config_of_record(
         {**raw, "method": with_constants(raw["method"], constants)}, folders
     )

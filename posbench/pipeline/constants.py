@@ -120,9 +120,7 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     if applied is None and not found:
         allowed = "a run that found or applied constants"
         raise UserError(field, name, allowed, f"finish it: {out.command}")
-    # The run searched and has not applied its result yet.
-    if applied is None:
-        applied = {"parts": found} if "parts" in node else found.get(method, {})
+    applied = applied_or_found(node, applied, found)
     # The source that the search recorded, else the method's, else the run itself.
     sources = [str(block["source"]) for block in found.values() if "source" in block]
     source = "; ".join(sources) or str(applied.get("source") or f"run {folder.name}")
@@ -141,6 +139,23 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
         verdict=str(verdict) if verdict else "",
     )
     return constants, filled
+
+
+def applied_or_found(
+    node: Mapping[str, Any],
+    applied: Mapping[str, Any] | None,
+    found: Mapping[str, Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """The constants that a run applied; of one that searched and has not applied its result yet, that result.
+
+    Args:
+        node: The config node of its method.
+        applied: Content of its method.json; None without one.
+        found: Content of its found.yaml, by method; empty without one.
+    """
+    if applied is not None:
+        return applied
+    return {"parts": found} if "parts" in node else found.get(str(node.get("name")), {})
 
 
 def calibration_overlap(constants: RunConstants, task: Task) -> str:
