@@ -113,41 +113,28 @@ def export(args: list[str]) -> int:
         _need_model_that_does_the_task(origin)
     silence_transformers()
     run = build_run(config, console)
-    requested = run.method.build()
-    if requested.rewrites:
-        allowed = "a method that changes the model alone: this one changes the prompt, and files hold no prompts"
-        hint = "rewrite the prompts where you ask them; rewritten_prompt in predictions.jsonl shows them"
-        raise UserError("method", run.method.choice.name, allowed, hint)
-    requested.check(run.lm)
-    if requested.unchanged_length(run.lm) >= run.lm.context_window:
-        allowed = "one that changes what the model reads within its window"
-        hint = "use the model as it is: there is nothing to write"
-        raise UserError("method", run.method.choice.name, allowed, hint)
+    requested = _requested_method(run)
     # The twin for all tokens, where the format folds the method into weights.
     method = _method_to_write(form, run, requested, exact)
+    is_twin = method != requested
     fix = replace(_fix(run, method), weights=weights or "")
     form.check(fix)
     price = origin.price
-    if method != requested:
+    if is_twin:
         price = write.folding_price(run, requested, method)
         if changes:
             price += f", without {' and '.join(changes)}"
     if price:
         console.print(price)
-    verdict = str(origin.verdict or "")
-    is_fix = origin.verdict is not None and origin.verdict.name == FIXED
-    gain = origin.gain
+    verdict, gain = str(origin.verdict or ""), origin.gain
     if verdict and changes:
-        # The files alone are not what the run evaluated.
-        is_fix = False
         verdict += f" (with {', '.join(changes)} as well)"
-    if method != requested:
-        # The run evaluated another method than the files hold.
-        is_fix = False
-        if verdict:
-            verdict += f" {BEFORE_FOLDING}"
-        if gain:
-            gain += f" {BEFORE_FOLDING}"
+    if is_twin:
+        verdict = f"{verdict} {BEFORE_FOLDING}" if verdict else ""
+        gain = f"{gain} {BEFORE_FOLDING}" if gain else ""
+    # With changes of the prompt, or as a twin, the run evaluated something else than the files hold.
+    is_evaluated = not changes and not is_twin
+    is_fixed = origin.verdict is not None and origin.verdict.name == FIXED
     # For the record: verify compares with these weights.
     contents = read_contents([config.model.checkpoint])
     own_folder = config.config_dir or config_dir_chosen()
@@ -157,7 +144,7 @@ def export(args: list[str]) -> int:
         raw=_raw_to_record(config, fix),
         source=origin.source or run.method.origin().get("source", ""),
         verdict=verdict,
-        is_fix=is_fix,
+        is_fix=is_fixed and is_evaluated,
         gain=gain,
         price=price,
         effects=_side_effects(outputs, run, contents, requested, method),
@@ -465,6 +452,26 @@ def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
             "path": str(sources.gguf_file(source).resolve()),
         }
     return raw
+
+
+def _requested_method(run: Run) -> Method:
+    """Return the method of a run, which files can hold.
+
+    Raises:
+        UserError: It changes the prompt, does not fit the model, or changes nothing within the model's window.
+    """
+    method = run.method.build()
+    name = run.method.choice.name
+    if method.rewrites:
+        allowed = "a method that changes the model alone: this one changes the prompt, and files hold no prompts"
+        hint = "rewrite the prompts where you ask them; rewritten_prompt in predictions.jsonl shows them"
+        raise UserError("method", name, allowed, hint)
+    method.check(run.lm)
+    if method.unchanged_length(run.lm) >= run.lm.context_window:
+        allowed = "one that changes what the model reads within its window"
+        hint = "use the model as it is: there is nothing to write"
+        raise UserError("method", name, allowed, hint)
+    return method
 
 
 def _method_to_write(
