@@ -329,6 +329,8 @@ def _rescore_run(run: RunDir) -> None:
         if torn or not rows or not run.done:
             allowed = f"a finished run with the stage evaluate and undamaged rows (damaged: {torn})"
             hint = "repeat its command with evaluate in stages=[...]"
+            if not run.done:
+                hint = f"go on with it: posbench resume {shlex.quote(str(run.path))}"
             raise UserError("DIR", str(run.path), allowed, hint)
         make_importable(run)
         task = read_recorded_task(raw["task"])

@@ -57,7 +57,7 @@ def with_setting(
         if column.endswith("seed") and len(swept) == 1:
             texts = "seed " + texts  # a name: seeds have no order
         if len(swept) > 1:
-            texts = f"{column.rsplit('.', 1)[-1]}=" + texts
+            texts = f"{_shortest_name(column, swept)}=" + texts
         if column != swept[0]:
             texts = ", " + texts
         setting += texts
@@ -67,6 +67,15 @@ def with_setting(
     if numbers is not None:
         settings = [settings[i] for i in np.argsort(numbers, kind="stable")]
     return rows, settings, " and ".join(swept)
+
+
+def _shortest_name(key: str, keys: Sequence[str]) -> str:
+    """The shortest end of a dotted key that no other key has: ``factor`` of ``method.factor``."""
+    parts = key.split(".")
+    ends = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+    others = [f".{other}" for other in keys if other != key]
+    unique = (end for end in ends if not any(o.endswith(f".{end}") for o in others))
+    return next(unique, key)
 
 
 def _value_text(value: object) -> str:

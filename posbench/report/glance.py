@@ -32,7 +32,7 @@ from posbench.report.text import (
     study_answer,
     tally_verdicts,
 )
-from posbench.run.folder import PROVENANCE, RunDir, open_run_dir
+from posbench.run.folder import PREDICTIONS, PROVENANCE, RunDir, open_run_dir
 from posbench.run.own_code import make_importable
 from posbench.run.runtime import Runtime
 from posbench.schema import override_text
@@ -143,6 +143,14 @@ def run_glance(folder: Path) -> Glance:
         glance = findings_glance(findings)
     else:
         glance = measured_glance(folder)
+    if glance == NOTHING and (folder / PREDICTIONS).is_file():
+        return Glance(
+            "unfinished",
+            "open",
+            "This run was stopped before its replies were scored.",
+            next=f"posbench resume {shlex.quote(str(folder))}",
+            purpose="goes on with it",
+        )
     if glance.next:
         return _with_subject(glance, run, config)
     if "search" in (config.get("stages") or ()) and not facts:
@@ -904,12 +912,15 @@ def _step_after_scores(
 
 
 def name_in_commands(run: Path) -> str:
-    """What a verb calls the run in a folder: its hash, or its folder outside the default outputs."""
-    config = open_run_dir(run).config()
-    outputs = config_group(config, "runtime").get("outputs", Runtime.outputs)
-    if outputs == Runtime.outputs:
+    """What a verb calls the run in a folder: its hash, or its folder outside the default outputs of this folder."""
+    parent = run.absolute().parents[2]
+    if parent == Path(Runtime.outputs).absolute():
         return run.name.rpartition("__")[2]
-    return shlex.quote("/".join([str(outputs).rstrip("/"), *run.parts[-3:]]))
+    # As its command has typed it, where the run has not been moved.
+    outputs = config_group(open_run_dir(run).config(), "runtime").get("outputs", "")
+    if outputs and Path(outputs).absolute() == parent:
+        run = Path(outputs, *run.absolute().parts[-3:])
+    return shlex.quote(str(run))
 
 
 def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:

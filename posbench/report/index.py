@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posbench.errors import UserError, near
+from posbench.files.parse import parse_yaml
 from posbench.report.console import TONE_STYLES, Record
 from posbench.report.summaries import (
     NAMED_GROUPS,
@@ -157,7 +158,6 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
                 "verdicts": run.verdicts,
                 "started": run.started,
                 "seconds": run.seconds,
-                "verdict": run.verdict,
                 "tone": run.tone,
             }
         )
@@ -192,6 +192,7 @@ def _names(run: RunSummary, outputs: Path) -> dict[str, str]:
         "method": run.name("method"),
         "study": run.name("study"),
         "state": run.state,
+        "verdict": run.verdict,
     }
 
 
@@ -226,16 +227,31 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
     )
     if keys and key not in keys:
         list_columns = ", ".join(name for name in keys if "." not in name)
-        hint = near(key, keys, f"as task.{text}")
+        settings = [name for name in keys if name.endswith(f".{key}")]
+        hint = "posbench --cfg job prints the settings"
+        if settings:
+            hint = f"as {settings[0]}={pattern}"
+        hint = near(key, keys, hint)
         raise UserError(
             "filter", text, f"{list_columns}, or a setting such as task.pairs", hint
         )
     passing = []
     for run, values_of_run in zip(runs, values_of_runs, strict=True):
         value = values_of_run.get(key, "")
-        if value == pattern or fnmatchcase(value, pattern):
+        is_alike = _typed(value) == _typed(pattern)
+        if is_alike or fnmatchcase(value, pattern):
             passing.append(run)
     return passing
+
+
+def _typed(text: str) -> object:
+    """A setting's value as it is typed, so that -1 is -1.0, and [0, 3] is [0,3]; a text that is none as it is."""
+    try:
+        value = parse_yaml(text)
+        # YAML takes 1e0 for a text.
+        return value if isinstance(value, bool | list) else float(value)
+    except (ValueError, TypeError):
+        return text
 
 
 def list_title(records: Sequence[Record]) -> str:

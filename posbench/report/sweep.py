@@ -222,7 +222,8 @@ def _distinct_settings(
     of_runs: dict[Path, dict[str, str]] = {}
     of_failed = []
     for of_job, run in zip(overrides, runs, strict=True):
-        pairs = (text.split("=", 1) for text in of_job if "=" in text)
+        # A key that Hydra adds or overrides by force is the same key.
+        pairs = (text.lstrip("+").split("=", 1) for text in of_job if "=" in text)
         setting = {key: _unquoted(value) for key, value in pairs}
         if run:
             of_runs.setdefault(run, setting)
@@ -546,15 +547,13 @@ def _scores_glance(
         value = setting.name.removeprefix("seed ")
         return value if "=" in value else f"{label}={value}"
 
-    numbers = [_number(f"highest average ({in_words(best)})", best.average, "%")]
     worst = min(scored, key=lambda setting: setting.average.value)
-    on_average = (
-        f"the average runs from {100 * worst.average.value:.1f} % ({worst.name}) "
-        f"to {100 * best.average.value:.1f} % ({best.name})"
-    )
-    if worst is best:
-        where = f"in all {len(scored)}" if len(scored) > 1 else f"({best.name})"
-        on_average = f"the average is {100 * best.average.value:.1f} % {where}"
+    averages = [(setting.average.value, setting.name) for setting in scored]
+    on_average = f"the average {_range(averages, ' %', ' %')}"
+    name = f"highest average ({in_words(best)})"
+    if len(scored) > 1 and _reads_alike(worst.average.value, best.average.value):
+        name = f"average in all {len(scored)}"
+    numbers = [_number(name, best.average, "%")]
     count = f"{len(scored)} {noun_for(len(scored), 'setting')}"
     sentences = [
         f"Over {count} of {label}, {on_average}.",
@@ -564,20 +563,24 @@ def _scores_glance(
     if biased:
         least = min(biased, key=lambda setting: setting.bias.value)
         most = max(biased, key=lambda setting: setting.bias.value)
-        name = f"least position bias ({in_words(least)})"
+        # A setting that is right everywhere has none to measure, so that the least measured is not the least.
+        measured = "measured " * (len(biased) < len(scored))
+        bias_range = _range([(s.bias.value, s.name) for s in biased], " points", "")
+        biases = f"the {measured}position bias {bias_range}"
+        name = f"least {measured}position bias ({in_words(least)})"
+        if _reads_alike(least.bias.value, most.bias.value):
+            where = f"in all {len(biased)} that measured it"
+            if len(biased) == 1:
+                alone = " in the one where it could be measured" * (len(scored) > 1)
+                where = f"{alone} ({least.name})".strip()
+            name = f"position bias {where}"
+            biases = (
+                f"the position bias is {100 * least.bias.value:z.1f} points {where}"
+            )
         numbers.insert(0, _number(name, least.bias, "points"))
-        if least is not most:
-            name = f"most position bias ({in_words(most)})"
+        if not _reads_alike(least.bias.value, most.bias.value):
+            name = f"most {measured}position bias ({in_words(most)})"
             numbers.insert(1, _number(name, most.bias, "points"))
-        biases = (
-            f"the position bias runs from {100 * least.bias.value:z.1f} points ({least.name}) "
-            f"to {100 * most.bias.value:z.1f} ({most.name})"
-        )
-        if len(biased) == 1:
-            alone = " in the one where it could be measured" * (len(scored) > 1)
-            biases = f"the position bias is {100 * least.bias.value:z.1f} points{alone} ({least.name})"
-        elif least is most:
-            biases = f"the position bias is {100 * least.bias.value:z.1f} points in all {len(biased)} that measured it"
         sentences = [
             f"Over {count} of {label}, {biases}, and {on_average}.",
             f"Over {count} of {label}, {biases}.",
@@ -663,7 +666,10 @@ def _step_after_sweep(
     runs = [by_name[name] for name in names]
     if len({run.parents[1].name for run in runs}) > 1:
         return "", ""  # scores of two tasks are not compared
-    purpose = "compares the lowest and the highest average, prompt by prompt"
+    purpose = "compares the lowest and the highest average"
+    asked = [RunDir(run).read_json("prompts.json").get("questions") for run in runs]
+    if asked[0] and asked[0] == asked[1]:
+        purpose += ", prompt by prompt"
     return f"posbench compare {' '.join(map(name_in_commands, runs))}", purpose
 
 
@@ -1148,10 +1154,17 @@ def _by_key(rows: pd.DataFrame, column: str) -> Mapping[str, Any]:
     }
 
 
+def _reads_alike(first: float, second: float) -> bool:
+    """Whether two shares (0..1) are one number where they are printed."""
+    return f"{100 * first:z.1f}" == f"{100 * second:z.1f}"
+
+
 def _range(
     values: Sequence[tuple[float, str]], lowest_unit: str, highest_unit: str
 ) -> str:
-    """Return `runs from 70.0 % (a) to 80.0 % (b)`, the lowest and the highest value; of a single one, `is 80.0 % (b)`.
+    """Return `runs from 70.0 % (a) to 80.0 % (b)`, the lowest and the highest value.
+
+    Of a single one it is `is 80.0 % (b)`, of several that read alike `is 80.0 % in all 3`.
 
     Args:
         values: Shares (0..1) with the names of their settings.
@@ -1160,7 +1173,10 @@ def _range(
     """
     lowest, lowest_setting = min(values)
     highest, highest_setting = max(values)
-    highest_part = f"{100 * highest:.1f}{highest_unit} ({highest_setting})"
+    highest_text = f"{100 * highest:.1f}{highest_unit}"
+    highest_part = f"{highest_text} ({highest_setting})"
     if len(values) == 1:
         return f"is {highest_part}"
+    if _reads_alike(lowest, highest):
+        return f"is {highest_text} in all {len(values)}"
     return f"runs from {100 * lowest:.1f}{lowest_unit} ({lowest_setting}) to {highest_part}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from posbench.stats import outcomes
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import (
+    CONSTANT,
     SMALLEST_SHARE,
     Finding,
     draws_p,
@@ -30,6 +31,7 @@ from posbench.stats.findings import (
 )
 from posbench.stats.frames import (
     UNMODIFIED,
+    display_name,
     gold_attention,
     metric_of_task,
     strongest_layer,
@@ -121,17 +123,41 @@ def _group_runs(
     """
     configs = {folder: RunDir(folder).config() for _, folder in runs}
     tasks = {config["task"]["name"] for config in configs.values() if "task" in config}
+    varied = _varied_fields(configs.values())
     groups: dict[str, dict[float, Path]] = {}
     for setting, folder in runs:
         config = configs[folder]
         names = [config["model"]["name"]]
         if len(tasks) > 1:
             names.append(config["task"]["name"])
+        # Two methods, or a list of runs' methods, are two trends.
+        method = config["method"]
+        if "name" in varied:
+            names.append(display_name(method["name"]))
+        for field in varied:
+            key = f"method.{field}"
+            is_swept = any(f"{swept}.".startswith(f"{key}.") for swept in axes)
+            if field in method and field != "name" and not is_swept:
+                names.append(f"{key}={method[field]}")
         for key in axes:
             if key != axis and key in setting:
                 names.append(f"{key}={setting[key]}")
         groups.setdefault(", ".join(names), {})[float(setting[axis])] = folder
     return groups
+
+
+def _varied_fields(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The fields in which two methods of one model differ: ``name``, and of methods of one name the others."""
+    first_by_model: dict[str, Mapping[str, Any]] = {}
+    first_by_name: dict[tuple[str, str], Mapping[str, Any]] = {}
+    varied = []
+    for config in configs:
+        model, method = config["model"]["name"], config["method"]
+        if first_by_model.setdefault(model, method)["name"] != method["name"]:
+            varied.append("name")
+        first = first_by_name.setdefault((model, method["name"]), method)
+        varied += [field for field in method if method[field] != first.get(field)]
+    return list(dict.fromkeys(varied))
 
 
 class _Trend:
@@ -258,6 +284,9 @@ class _Trend:
             claim = self.claims.score
         correlation = _rank_correlation(halves, self.numbers)
         self._add_correlation(claim, HALVES, 1, correlation, n, n)
+        if np.ptp([halves[number] for number in self.numbers], axis=0).max() == 0:
+            # All answers are right, or all wrong: that contradicts nothing.
+            self.findings[-1] = self.findings[-1].not_testable(CONSTANT)
 
         claim = f"the position bias changes with {self.axis}"
         numbers = self.numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shlex
 from functools import cache
@@ -30,6 +31,7 @@ from posbench.report.console import (
 from posbench.report.glance import (
     comparison_glance,
     findings_glance,
+    name_in_commands,
     run_glance,
     scores_glance,
 )
@@ -37,7 +39,7 @@ from posbench.report.page import render_run, write_page
 from posbench.report.sweep import render_sweep
 from posbench.report.tables import findings_table
 from posbench.report.terminal import show_run
-from posbench.run.folder import PROVENANCE
+from posbench.run.folder import PROVENANCE, RunDir
 from posbench.run.jsonl import checksum
 from posbench.stats import findings as judged
 from posbench.stats.bootstrap import Estimate
@@ -611,3 +613,36 @@ def test_a_next_step_is_one_line_on_a_narrow_terminal(
     show_glance(console, glance)
     (line,) = (li for li in stream.getvalue().splitlines() if "next: " in li)
     assert re.sub("\x1b[^m]*m", "", line) == f"next: {step}"
+
+
+def test_commands_name_a_run_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its hash only in the outputs that verbs search; a copy or another folder by its path."""
+    name = "kv/v001/tiny__none__aaaa0001"
+    for outputs, recorded in (
+        ("outputs", "outputs"),
+        ("other", "other"),
+        ("b", "outputs"),
+    ):
+        run = tmp_path / outputs / name
+        run.mkdir(parents=True)
+        config = {"runtime": {"outputs": recorded}}
+        (run / "config.yaml").write_text(json.dumps(config), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert name_in_commands(Path("outputs", name)) == "aaaa0001"
+    assert name_in_commands(tmp_path / "outputs" / name) == "aaaa0001"
+    assert name_in_commands(tmp_path / "other" / name) == f"other/{name}"
+    assert name_in_commands(Path("b", name)) == f"b/{name}"
+    monkeypatch.chdir(tmp_path / "b/kv/v001")
+    assert name_in_commands(Path("tiny__none__aaaa0001")) == "tiny__none__aaaa0001"
+
+
+def test_a_run_that_was_stopped_before_its_scores_is_unfinished(tmp_path: Path) -> None:
+    run = tmp_path / "kv/v001/tiny__none__aaaa0001"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("{}", "utf-8")
+    assert run_glance(run).word == "nothing scored"
+    RunDir(run).append("predictions.jsonl", [{"id": "0"}])
+    glance = run_glance(run)
+    assert glance.word == "unfinished" and glance.next == f"posbench resume {run}"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from posbench.files.atomic import write_csv
+from posbench.plots.sweep import with_setting
 from posbench.report import sweep
 from posbench.run.folder import JOBS, RunDir
 from posbench.stats import findings
@@ -106,22 +108,61 @@ def test_a_setting_whose_answers_are_missing_is_not_drawn() -> None:
     assert "1 of 2 runs: not drawn" in caption
 
 
+def _scored_jobs(outputs: Path, *curves: list[float]) -> list[dict[str, Any]]:
+    """Jobs over a factor, and their runs, with the scores of the method at three gold positions."""
+    jobs = []
+    for number, after in enumerate(curves):
+        run = outputs / f"kv/v001/tiny__scale_channel__aaaa000{number}"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("{}")
+        table = metrics(after=after)
+        of_average = (table["gold_position"] == "all") & (table["metric"] == "accuracy")
+        bias = np.std(after, ddof=1) if min(after) < 1 else np.nan
+        ends = {"value": bias, "ci_low": bias - 0.05, "ci_high": bias + 0.05}
+        note = "" if min(after) < 1 else "at the ceiling: all answers are right"
+        biases = table[of_average].assign(metric="position_bias", note=note, **ends)
+        pd.concat([table, biases]).to_csv(run / "metrics.csv", index=False)
+        RunDir(run).seal("posbench")
+        overrides = [f"task.pairs={number}"]
+        jobs.append({"overrides": overrides, "folder": str(run), "status": 0})
+    return jobs
+
+
+def _words_of(jobs: list[dict[str, Any]]) -> str:
+    """What the page of a sweep says, without its tags."""
+    folder = sweep.summarise(jobs, Console(quiet=True), command="posbench -m a=0,1")
+    assert folder is not None
+    page = (folder / "report.html").read_text("utf-8")
+    return html.unescape(" ".join(re.sub("<[^>]*>", " ", page).split()))
+
+
+def test_settings_that_read_alike_have_no_least_and_no_most(tmp_path: Path) -> None:
+    words = _words_of(_scored_jobs(tmp_path, *2 * [[0.9, 0.5, 0.9]]))
+    assert "the average is 76.7 % in all 2" in words
+    assert "runs from" not in words and "least position" not in words
+
+
+def test_the_least_measured_bias_is_not_called_the_least(tmp_path: Path) -> None:
+    """The last setting is right everywhere, so that it has no bias that could be measured."""
+    curves = [0.9, 0.5, 0.9], [0.9, 0.3, 0.9], [1.0, 1.0, 1.0]
+    words = _words_of(_scored_jobs(tmp_path, *curves))
+    assert "least measured position bias (task.pairs=0)" in words
+    assert "least position bias" not in words
+
+
+def test_keys_with_one_last_name_are_told_apart() -> None:
+    rows = summary([0, 1]).rename(columns={"method.factor": "task.seed"})
+    rows = rows.assign(**{"method.seed": 5, "method.factor": 2})
+    keys = ["task.seed", "method.seed", "method.factor"]
+    _, settings, _ = with_setting(rows, keys)
+    assert settings[0] == "task.seed=0, method.seed=5, factor=2"
+
+
 def test_terminal_and_page_show_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings of a sweep are read once, and terminal, page and first look say the same of them."""
-    runs = []
-    for number, after in enumerate(([0.9, 0.5, 0.9], [0.7, 0.6, 0.8])):
-        folder = tmp_path / f"kv/v001/tiny__scale_channel__aaaa000{number}"
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text("{}")
-        metrics(after=after).to_csv(folder / "metrics.csv", index=False)
-        RunDir(folder).seal("posbench")
-        runs.append(folder)
-    jobs = [
-        {"overrides": [f"method.factor={n}"], "folder": str(run), "status": 0}
-        for n, run in enumerate(runs)
-    ]
+    jobs = _scored_jobs(tmp_path, [0.9, 0.5, 0.9], [0.7, 0.6, 0.8])
     read = []
     read_settings = sweep._read_settings
     monkeypatch.setattr(

@@ -401,3 +401,48 @@ def test_the_page_of_a_sweep_shows_the_trend(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             line.get_ydata(), scale * wanted.astype(float), rtol=1e-6
         )
+
+
+def _with_method(runs: list[tuple[dict[str, str], Path]], **fields: Any) -> None:
+    """Set fields of the method in the configs of runs."""
+    for _, path in runs:
+        config = json.loads((path / "config.yaml").read_text("utf-8"))
+        config["method"] |= fields
+        (path / "config.yaml").write_text(json.dumps(config), "utf-8")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"channel": 15}, {"name": "other"}], ids=["channels", "methods"]
+)
+def test_two_methods_of_a_sweep_are_two_trends_in_any_order(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    rising = _runs(tmp_path / "a", 1.0)
+    falling = _runs(tmp_path / "b", -1.0)
+    _with_method(rising, channel=20)
+    _with_method(falling, channel=20)
+    _with_method(falling, **fields)
+    (label,) = (
+        f"={value}" if key == "channel" else value for key, value in fields.items()
+    )
+    for runs in (rising + falling, falling + rising):
+        rows, findings = trends(runs, ["method.factor"])
+        assert rows["group"].nunique() == 2
+        of_centre = findings[findings["statistic"].str.contains(CENTRE)]
+        values = of_centre.set_index("model")["value"]
+        (own,) = (name for name in values.index if label in name)
+        (other,) = (name for name in values.index if name != own)
+        assert values[own] > 0.9 and values[other] < -0.9
+
+
+def test_answers_that_are_all_right_contradict_nothing(tmp_path: Path) -> None:
+    runs = _runs(tmp_path, 1.0)
+    for _, path in runs:
+        rows = [json.loads(line) for line in (path / "predictions.jsonl").open()]
+        (path / "predictions.jsonl").unlink()
+        for row in rows:
+            row["scores"] = {"accuracy": 1.0}
+        RunDir(path).append("predictions.jsonl", rows)
+    _, findings = trends(runs, ["method.factor"])
+    of_scores = findings[findings["statistic"].str.contains(HALVES)]
+    assert of_scores["verdict"].tolist() == ["not testable"]
