@@ -912,15 +912,16 @@ def _step_after_scores(
 
 
 def name_in_commands(run: Path) -> str:
-    """What a verb calls the run in a folder: its hash, or its folder outside the default outputs of this folder."""
-    parent = run.absolute().parents[2]
-    if parent == Path(Runtime.outputs).absolute():
-        return run.name.rpartition("__")[2]
-    # As its command has typed it, where the run has not been moved.
-    outputs = config_group(open_run_dir(run).config(), "runtime").get("outputs", "")
-    if outputs and Path(outputs).absolute() == parent:
-        run = Path(outputs, *run.absolute().parts[-3:])
-    return shlex.quote(str(run))
+    """What a verb calls the run in a folder: its hash, or its folder outside the default outputs.
+
+    Its page is the same wherever the outputs are moved, so that it names them as they were.
+    """
+    config = open_run_dir(run).config()
+    outputs = config_group(config, "runtime").get("outputs", Runtime.outputs)
+    if outputs == Runtime.outputs:
+        return run.absolute().name.rpartition("__")[2]
+    parts = run.absolute().parts[-3:]
+    return shlex.quote("/".join([str(outputs).rstrip("/"), *parts]))
 
 
 def _subject(run: RunDir, config: Mapping[str, Any]) -> list[str]:

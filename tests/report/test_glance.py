@@ -615,27 +615,21 @@ def test_a_next_step_is_one_line_on_a_narrow_terminal(
     assert re.sub("\x1b[^m]*m", "", line) == f"next: {step}"
 
 
-def test_commands_name_a_run_where_it_lies(
+def test_commands_name_a_run_by_its_hash_or_its_whole_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its hash only in the outputs that verbs search; a copy or another folder by its path."""
+    """However its folder was typed: inside v001 a relative path has one part."""
     name = "kv/v001/tiny__none__aaaa0001"
-    for outputs, recorded in (
-        ("outputs", "outputs"),
-        ("other", "other"),
-        ("b", "outputs"),
-    ):
+    for outputs in ("outputs", "other"):
         run = tmp_path / outputs / name
         run.mkdir(parents=True)
-        config = {"runtime": {"outputs": recorded}}
+        config = {"runtime": {"outputs": outputs}}
         (run / "config.yaml").write_text(json.dumps(config), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert name_in_commands(Path("outputs", name)) == "aaaa0001"
-    assert name_in_commands(tmp_path / "outputs" / name) == "aaaa0001"
-    assert name_in_commands(tmp_path / "other" / name) == f"other/{name}"
-    assert name_in_commands(Path("b", name)) == f"b/{name}"
-    monkeypatch.chdir(tmp_path / "b/kv/v001")
-    assert name_in_commands(Path("tiny__none__aaaa0001")) == "tiny__none__aaaa0001"
+    for outputs, wanted in (("outputs", "aaaa0001"), ("other", f"other/{name}")):
+        monkeypatch.chdir(tmp_path)
+        assert name_in_commands(Path(outputs, name)) == wanted
+        monkeypatch.chdir(tmp_path / outputs / name / "..")
+        assert name_in_commands(Path("tiny__none__aaaa0001")) == wanted
 
 
 def test_a_run_that_was_stopped_before_its_scores_is_unfinished(tmp_path: Path) -> None:
