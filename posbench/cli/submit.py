@@ -455,7 +455,7 @@ def jobs(args: list[str]) -> int:
 
     example: posbench jobs outputs
     """
-    rows = _submitted_runs(args)
+    rows = _submitted_runs([arg for arg in args if arg != "--json"])
     show_lists({"jobs": rows}, "--json" in args)
     has_failed = any(row["state"] in ("failed", "lost", "damaged") for row in rows)
     return 1 if has_failed else 0
@@ -493,13 +493,10 @@ def _root_of(args: Sequence[str]) -> Path:
     Raises:
         UserError: They are wrong.
     """
-    names = [arg for arg in args if arg != "--json"]
-    if len(names) > 1 or any(name.startswith("-") for name in names):
-        raise UserError(
-            "DIR", " ".join(names), "one folder, and --json", "posbench jobs --help"
-        )
+    if len(args) > 1 or any(name.startswith("-") for name in args):
+        raise UserError("DIR", " ".join(args), "one folder", "posbench jobs --help")
     outputs = Path(Runtime.outputs)
-    return find_run(names[0] if names else Runtime.outputs, outputs).absolute()
+    return find_run(args[0] if args else Runtime.outputs, outputs).absolute()
 
 
 def collect(args: list[str]) -> int:

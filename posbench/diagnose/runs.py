@@ -72,12 +72,10 @@ class Runs:
     # Configs
 
     def typed_number(self, key: str) -> int | None:
-        """A whole number that the user typed."""
-        for override in self.args:
-            name, _, value = override.partition("=")
-            if name == key and value.isdigit():
-                return int(value)
-        return None
+        """A whole number that the user typed, the last one of several."""
+        typed = [arg for arg in self.args if key_of(arg) == key]
+        value = typed[-1].partition("=")[2] if typed else ""
+        return int(value) if value.isdigit() else None
 
     def overrides(
         self,

@@ -262,6 +262,8 @@ def test_states_are_those_of_the_folders(
         "a",
         "b",
     ]
+    unknown = posbench("collect", "--json", verb=True)
+    assert unknown.status == 2
     missing = posbench("collect", str(folder), verb=True)
     assert missing.status == 1
     assert_line_names(missing.err, "0 of 1", "runs")

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -649,3 +650,9 @@ def test_what_a_diagnosis_chooses_or_cannot_ask_is_refused(
     assert result.status == 2
     assert_refused(result.err, field)
     assert not outputs.exists()
+
+
+def test_the_last_of_two_typed_numbers_counts_as_it_does_in_a_run() -> None:
+    runs = SimpleNamespace(args=["task.limit=5", "++task.limit=50", "task.pairs=x"])
+    assert Runs.typed_number(runs, "task.limit") == 50  # type: ignore[arg-type]
+    assert Runs.typed_number(runs, "task.pairs") is None  # type: ignore[arg-type]
