@@ -388,7 +388,10 @@ class ScaleChannel(Method):
 
         @wraps(prepare_inputs)
         def prepare_scaled_inputs(*args: Any, **kwargs: Any) -> Any:
-            if not (self.needs_prompt and kwargs.get("is_first_iteration")):
+            # Before transformers 5.23 the parts of a long prompt are named by neither argument.
+            is_prompt = kwargs.get("is_first_iteration")
+            is_part = "next_sequence_length" not in kwargs
+            if not (self.needs_prompt and (is_prompt or is_part)):
                 return prepare_inputs(*args, **kwargs)
             cache = find_cache(kwargs)
             if block_id in getattr(cache, _MARK, ()):

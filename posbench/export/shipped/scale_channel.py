@@ -170,7 +170,9 @@ class PosbenchForCausalLM(Base):
         """Return the inputs of a forward of ``generate``, marked so that :meth:`forward` knows whose they are."""
         cache = kwargs.get(cache_name(kwargs))
         is_filled = cache is not None and cache.get_seq_length() > 0
-        if is_filled and kwargs.get("is_first_iteration"):
+        # Before transformers 5.23 the parts of a long prompt are named by neither.
+        is_part = "next_sequence_length" not in kwargs
+        if is_filled and (kwargs.get("is_first_iteration") or is_part):
             self.refuse_second_call()
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         return {**inputs, "is_generate_call": True}
