@@ -34,6 +34,8 @@ CLUSTER = "runtime/cluster"
 GROUP_OF_KEY = {"search.side_task": "task"}
 """Keys inside a group that are choices of another."""
 TOP = (*paths.GROUPS, "stages", "experiment", "budget")
+FILE_KEYS = ("grid", "minutes", "needs_weights")
+"""Keys of ``experiment`` that are read from the experiment's file before anything is composed."""
 USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
 ENDPOINT = "endpoint"
@@ -435,6 +437,13 @@ def _check(
     if top not in (*TOP, "hydra", CLUSTER) and not top.startswith("hydra/"):
         hint = near(top, TOP, "remove it")
         raise UserError(key, value, f"keys {', '.join(TOP)}", hint)
+    part = key.removeprefix("experiment.").split(".")[0]
+    if top == "experiment" and part in FILE_KEYS:
+        allowed = f"nothing typed: {part} is read from the experiment's file"
+        hint = "leave it out"
+        if part == "grid":
+            hint = "type the key of the grid itself: method.factor=1"
+        raise UserError(key, value, allowed, hint)
     if override.is_sweep_override() and not multirun:
         allowed = "one value; a list as [a,b]"
         raise UserError(key, value, allowed, "sweep with -m (--multirun)")
