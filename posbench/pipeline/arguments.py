@@ -203,6 +203,14 @@ def parse_request(
         text = _rewrite(override, run_methods, spelled_methods)
         rewritten.append(text)
         typed_spelling[text.split("=")[0]] = str(override.input_line).split("=")[0]
+    spelled_runs = {
+        name: f"{FROM_RUN}{node[RUN_CONSTANTS]['run']}"
+        for name, node in run_methods.items()
+    }
+    for name, methods in spelled_methods.items():
+        # Runs inside a list have their own spelling.
+        parts = [spelled_runs.get(part, part) for part in re.split(r"([^\w.-]+)", methods)]
+        spelled_methods[name] = "".join(parts)
     if multirun or sweep:
         rewritten = _merge_mappings(rewritten)
     set_by_experiment = frozenset(
@@ -219,11 +227,7 @@ def parse_request(
         spelled=typed_spelling,
         spelled_values={
             "model": path_models,
-            "method": spelled_methods
-            | {
-                name: f"{FROM_RUN}{node[RUN_CONSTANTS]['run']}"
-                for name, node in run_methods.items()
-            },
+            "method": spelled_methods | spelled_runs,
         },
     )
 

@@ -272,8 +272,10 @@ def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
     as_typed = []
     for override in overrides:
         key, sign, value = override.partition("=")
-        for name, typed_value in request.spelled_values.get(key, {}).items():
-            value = value.replace(name, typed_value)
+        typed_values = request.spelled_values.get(key, {})
+        name = value.strip("'\"")
+        if name in typed_values:
+            value = value.replace(name, typed_values[name])  # within its quotes
         as_typed.append(request.spelled.get(key, key) + sign + value)
     return tuple(as_typed)
 

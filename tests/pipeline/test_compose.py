@@ -208,6 +208,20 @@ def test_what_stands_for_a_value_is_spelled_as_typed() -> None:
     )
 
 
+def test_a_typed_value_that_begins_another_changes_nothing_in_it(
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "b"
+    checkpoint.mkdir()
+    short = "method=[question_first_and_last,rope_base]"
+    long = "method=[question_first_and_last,rope_base,layer_scaling]"
+    jobs = _jobs("-m", f"model=tiny_b,{checkpoint}", f"{short},{long.split('=')[1]}")
+    typed = [override for job in jobs for override in job.overrides]
+    models, methods = typed[::2], typed[1::2]
+    assert models == ["model=tiny_b"] * 2 + [f"model={checkpoint}"] * 2
+    assert methods == [short, long] * 2
+
+
 def test_a_list_of_methods_takes_the_block_of_each() -> None:
     typed = [
         "method.parts.scale_channel.factor=0.5",
