@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from posbench import paths
 from posbench.errors import UserError, choices, is_machine_fault, near
-from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.files.choices import read_choice, read_choice_files
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import (
     ENDPOINT,
@@ -364,7 +364,9 @@ def _key_of(override: str) -> str:
 def _keys_of_own_choice(
     group: str, name: str | None, folders: Sequence[Path]
 ) -> set[str]:
-    """Return the dotted keys that the user's own file of a choice sets; a model's block leaves them as they are.
+    """Return the dotted keys that the user's own file of a choice sets, or one of his own that it extends.
+
+    A model's block leaves them as they are.
 
     Args:
         group: The config group.
@@ -372,10 +374,15 @@ def _keys_of_own_choice(
         folders: config folders, posbench's first.
     """
     own_folder = paths.own_folder(folders)
-    file = own_folder / group / f"{name}.yaml" if own_folder else None
-    if file is None or not file.is_file():
+    if own_folder is None:
         return set()
-    return set(leaf_keys(read_yaml(file, hint=CORRECT_FILE), group))
+    files = read_choice_files(group, str(name), folders)
+    return {
+        key
+        for file, data in files.items()
+        if file.is_relative_to(own_folder)
+        for key in leaf_keys(data, group)
+    }
 
 
 def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,10 +522,8 @@ def _block_field(key: str) -> tuple[str, str]:
 
 def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
     """Fields, with their defaults, of the method, task, search or study of a name."""
-    files = (paths.find_choice(group, name, folders) for group in GROUPS_WITH_BLOCKS)
-    file = next(file for file in files if file)
-    data = read_yaml(file, hint=CORRECT_FILE)
-    cls, _ = resolve_target(data, object, "model")
+    group = next(g for g in GROUPS_WITH_BLOCKS if paths.find_choice(g, name, folders))
+    cls, _ = resolve_target(read_choice(group, name, folders), object, group)
     return default_values(cls)
 
 

@@ -182,6 +182,32 @@ def test_what_a_users_own_file_sets_stands_over_the_models_block(own: Path) -> N
     assert typed.raw["method"]["channel"] == 9
 
 
+def test_an_own_file_may_extend_an_own_one(own: Path) -> None:
+    files: dict[str, Any] = {
+        "method/half": {"defaults": ["scale_channel"], "factor": 0.5},
+        "method/half_last": {"defaults": ["half", "_self_"], "last": 2},
+        "task/eight": {"defaults": ["kv_retrieval", "_self_"], "pairs": 8},
+        "task/eight_limited": {"defaults": ["eight"], "limit": 2},
+    }
+    for name, data in files.items():
+        (own / f"{name}.yaml").write_text(yaml.safe_dump(data))
+    flag = f"--config-dir={own}"
+    (job,) = _jobs(flag, "method=half_last", "task=eight_limited")
+    method, task = job.raw["method"], job.raw["task"]
+    assert (method["factor"], method["last"]) == (0.5, 2)
+    assert (task["pairs"], task["limit"]) == (8, 2)
+    # What no own file sets is the model's.
+    assert (method["channel"], task["prompt"]) == (15, "compact")
+    # A block of the model's may name the choice.
+    (own / "model/mb.yaml").write_text(
+        yaml.safe_dump({"path": "posbench://tiny", "half": {"channel": 3}})
+    )
+    (job,) = _jobs(flag, "model=mb", "method=half", "model.half.channel=2")
+    assert job.raw["method"]["channel"] == 2
+    with refused("model.half.chanel", 2, allowed="channel", hint="channel"):
+        _jobs(flag, "model=mb", "method=half", "+model.half.chanel=2")
+
+
 def test_a_checkpoint_without_a_model_is_none_of_posbenchs(own: Path) -> None:
     """Its name and constants would be those of the default model."""
     (job,) = _jobs("model.path=posbench://tiny_b")
