@@ -17,6 +17,7 @@ from posbench import paths
 from posbench.cli import main
 from posbench.errors import UserError, choices
 from posbench.export.base import FORMATS
+from posbench.files.choices import read_choice
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.run.folder import runs_in
 
@@ -170,9 +171,8 @@ def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[s
             if isinstance(entry, dict):
                 choice_of_group |= entry
         choice_of_group |= dict(arg.split("=", 1) for arg in typed if "=" in arg)
-        name = choice_of_group.get(group)
-        file = paths.find_choice(group, str(name), folders)
-        if file is None:
+        name = str(choice_of_group.get(group))
+        if paths.find_choice(group, name, folders) is None:
             return []
-        cls, _ = resolve_target(read_yaml(file, hint=CORRECT_FILE), object, group)
+        cls, _ = resolve_target(read_choice(group, name, folders), object, group)
     return [f"{group}.{key}" for key in default_values(cls)]

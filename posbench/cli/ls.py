@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from posbench import paths
 from posbench.cli.options import flag, option
 from posbench.errors import UserError, choices, near
-from posbench.files.parse import CORRECT_FILE, Object, read_yaml
+from posbench.files.choices import read_choice
 from posbench.model.families import FAMILIES
 from posbench.report.console import show_lists
 from posbench.report.experiments import trains_networks
@@ -71,13 +73,19 @@ def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
         file = paths.find_choice(group, name, folders)
         if file:
             origin = {"from": paths.distribution_of(file)}
-            records.append({"name": name, **_facts(kind, file), **origin})
+            data = read_choice(group, name, folders)
+            records.append({"name": name, **_facts(kind, file, data), **origin})
     return records
 
 
-def _facts(kind: str, file: Path) -> dict[str, object]:
-    """Return the columns of a choice in `posbench ls`, which depend on its kind, from its YAML file."""
-    data = read_yaml(file, Object | None, hint=CORRECT_FILE) or {}
+def _facts(kind: str, file: Path, data: Mapping[str, Any]) -> dict[str, object]:
+    """Return the columns of a choice in `posbench ls`, which depend on its kind.
+
+    Args:
+        kind: The word behind ``posbench ls``.
+        file: The choice's YAML file.
+        data: Its keys, and those of the files that it extends.
+    """
     if kind == "tasks":
         cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
         return {column: getattr(cls, column) for column in TASK_COLUMNS}
@@ -85,7 +93,7 @@ def _facts(kind: str, file: Path) -> dict[str, object]:
         return {"what": _first_sentence(file.read_text("utf-8")) or data.get("path")}
     experiment = data.get("experiment") or {}
     needs = ""
-    if trains_networks(data):
+    if trains_networks({**data, "defaults": data.get("defaults") or []}):
         needs = "training"
     elif experiment.get("needs_weights"):
         needs = "weights"

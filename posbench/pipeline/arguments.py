@@ -209,7 +209,9 @@ def parse_request(
     }
     for name, methods in spelled_methods.items():
         # Runs inside a list have their own spelling.
-        parts = [spelled_runs.get(part, part) for part in re.split(r"([^\w.-]+)", methods)]
+        parts = [
+            spelled_runs.get(part, part) for part in re.split(r"([^\w.-]+)", methods)
+        ]
         spelled_methods[name] = "".join(parts)
     if multirun or sweep:
         rewritten = _merge_mappings(rewritten)

@@ -560,6 +560,26 @@ def test_a_config_dir_of_the_user(
     assert "mine" in listed and "mistral7b" in listed
 
 
+def test_own_files_that_extend_others_are_listed(
+    own: Path, posbench: Callable[..., Result]
+) -> None:
+    files = {
+        "task/short": "defaults: [kv_retrieval]\npairs: 8\n",
+        "task/shorter": "# Two pairs.\ndefaults: [short]\npairs: 2\n",
+        "experiment/bare": "experiment: {name: bare, title: Bare.}\n",
+    }
+    for name, text in files.items():
+        (own / name).parent.mkdir(exist_ok=True)
+        (own / f"{name}.yaml").write_text(text)
+    listed = posbench("ls", "tasks", "--json", f"--config-dir={own}", verb=True)
+    assert listed.status == 0, listed.err
+    rows = {row.pop("name"): row for row in json.loads(listed.out)}
+    assert rows["shorter"] == rows["short"] == rows["kv_retrieval"]
+    flag = ("--config-dir", str(own))
+    listed = posbench("ls", "experiments", *flag, verb=True)
+    assert listed.status == 0 and "Bare." in listed.out, listed.err
+
+
 def test_an_experiment_with_a_config_dir_of_the_user(
     own: Path, posbench: Callable[..., Result], outputs: Path
 ) -> None:

@@ -58,6 +58,17 @@ def test_verbs_groups_and_own_files_are_offered(tmp_path: Path) -> None:
         assert words(f"posbench {line}--config-dir {tmp_path} {found[:-1]}") == [found]
 
 
+def test_keys_of_an_own_file_are_those_of_the_one_that_it_extends(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "method").mkdir()
+    for name, extended in (("half", "scale_channel"), ("quarter", "half")):
+        text = f"defaults: [{extended}]\nfactor: 0.5\n"
+        (tmp_path / "method" / f"{name}.yaml").write_text(text)
+    line = f"posbench --config-dir {tmp_path} method=quarter method.fac"
+    assert words(line) == ["method.factor="]
+
+
 def test_bash_completes_behind_its_own_word_breaks(
     posbench: Callable[..., Result], tmp_path: Path
 ) -> None:
