@@ -100,6 +100,20 @@ def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
         raise UserError(field, sweeper["params"], allowed, hint)
 
 
+def _refuse_extended_experiment(experiment: Mapping[str, Any], file: Path) -> None:
+    """Refuse an experiment that extends another one, whose grid, settings and reference would be passed over."""
+    entries = experiment.get("defaults")
+    for entry in entries if isinstance(entries, list) else []:
+        extended = entry
+        if isinstance(entry, Mapping):
+            # It chooses from a group, as ``override task: longbench`` does.
+            extended = entry.get("experiment", "_self_")
+        if extended not in ("config", "_self_"):
+            allowed = "config, _self_, and choices as override task: NAME"
+            hint = f"copy what you need of {extended} into {file.name}"
+            raise UserError(f"{file}: defaults", extended, allowed, hint)
+
+
 class Flags(NamedTuple):
     """Arguments of a run: its overrides, whether it is a sweep, and the user's own config folder."""
 
@@ -175,6 +189,7 @@ def parse_request(
         file = _find_experiment(experiment_names[-1], folders)
         config = file.stem
         experiment = read_yaml(file, hint=CORRECT_FILE)
+        _refuse_extended_experiment(experiment, file)
         hydra_mode = any(o.key_or_group == "hydra.mode" for o in parsed)
         if not multirun and not hydra_mode:
             _refuse_sweeper_params(experiment)

@@ -568,9 +568,9 @@ def test_own_files_that_extend_others_are_listed(
         "task/shorter": "# Two pairs.\ndefaults: [short]\npairs: 2\n",
         "experiment/bare": "experiment: {name: bare, title: Bare.}\n",
     }
-    for name, text in files.items():
+    for name, yaml_text in files.items():
         (own / name).parent.mkdir(exist_ok=True)
-        (own / f"{name}.yaml").write_text(text)
+        (own / f"{name}.yaml").write_text(yaml_text)
     listed = posbench("ls", "tasks", "--json", f"--config-dir={own}", verb=True)
     assert listed.status == 0, listed.err
     rows = {row.pop("name"): row for row in json.loads(listed.out)}

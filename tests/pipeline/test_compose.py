@@ -507,6 +507,32 @@ def test_a_papers_folder_may_be_named_and_changes_nothing() -> None:
     assert named == unnamed
 
 
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("base", "base"),
+        ("yu2025_fig6", "yu2025_fig6"),
+        ({"experiment": "base"}, "base"),
+    ],
+)
+def test_an_experiment_that_extends_another_is_refused(
+    entry: Any, named: str, own: Path
+) -> None:
+    experiment = {"name": "base", "title": "-", "grid": {"method.factor": [1, 0]}}
+    files = {
+        "base": {"defaults": ["config", "_self_"], "experiment": experiment},
+        "child": {"defaults": [entry, "_self_"], "task": {"limit": 2}},
+    }
+    (own / "experiment").mkdir()
+    for name, data in files.items():
+        (own / f"experiment/{name}.yaml").write_text(yaml.safe_dump(data))
+    flag = f"--config-dir={own}"
+    assert len(_jobs(flag, "experiment=base")) == 2
+    field = f"{own}/experiment/child.yaml: defaults"
+    with refused(field, named, allowed="config", hint=(named, "child.yaml")):
+        _jobs(flag, "experiment=child")
+
+
 def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
     (own / "model" / "mine.yaml").write_text("path: [x\n")
     with refused("config file", str(own), allowed="YAML", hint="line 1"):
