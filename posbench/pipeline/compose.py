@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -50,7 +51,13 @@ from posbench.pipeline.multirun import (
     write_record,
 )
 from posbench.run.runtime import Cluster, Runtime
-from posbench.schema import default_values, resolve_target, shortened
+from posbench.schema import (
+    check_shape,
+    default_values,
+    describe_type,
+    resolve_target,
+    shortened,
+)
 from posbench.tasks.items import positions_in_fewer_items
 
 GROUPS_WITH_BLOCKS = ("method", "task", "search", "study")
@@ -324,6 +331,9 @@ def _compose_job(config: DictConfig, job: Any, arguments: _Arguments) -> Compose
         if f"task.{key}" not in typed:
             raw["task"][key] = value
     raw = _resolve(raw)
+    classes = {"model": ModelConfig, "runtime": Runtime}
+    for group in groups:
+        _read_numbers(raw[group], group, classes.get(group))
     return ComposedConfig(
         raw=raw,
         notes=tuple(_fit_positions(raw, typed)),
@@ -629,6 +639,43 @@ def _fill_node(
         for part_name, part in value.items():
             if isinstance(part, dict):
                 _fill_node(part, f"{key}.{field_name}.{part_name}", blocks, fixed)
+
+
+def _read_numbers(node: Any, key: str, cls: Any = None) -> None:
+    """Put numbers in place of texts that fields of numbers read as such, so that both spellings are the same run.
+
+    Values in quotes, and those of environment variables, are text.
+
+    Args:
+        node: The node, and those inside; changed.
+        key: Its dotted key.
+        cls: The class that it describes, if not by its ``_target_``.
+    """
+    if not isinstance(node, dict):
+        return
+    if "_target_" in node:
+        cls, _ = resolve_target(node, object, key)
+    kinds = _field_kinds(cls) if cls else {}
+    for name, value in node.items():
+        _read_numbers(value, f"{key}.{name}")
+        if name in kinds and isinstance(value, str | list):
+            with suppress(UserError):  # the check of its class reports it
+                node[name] = _numbers_in(value, check_shape(value, kinds[name], "", ""))
+
+
+@cache
+def _field_kinds(cls: Any) -> dict[str, Any]:
+    """The types of a class's fields, those that can hold a number."""
+    kinds = get_type_hints(cls, include_extras=True)
+    words = ("number", "bool")
+    return {k: v for k, v in kinds.items() if any(w in describe_type(v) for w in words)}
+
+
+def _numbers_in(value: Any, read: Any) -> Any:
+    """A value with the numbers of the object that was read from it in place of texts."""
+    if isinstance(value, list):
+        return [_numbers_in(*pair) for pair in zip(value, read, strict=True)]
+    return read if isinstance(value, str) and isinstance(read, int | float) else value
 
 
 def _resolve(raw: dict[str, Any]) -> dict[str, Any]:

@@ -248,6 +248,30 @@ def test_a_typed_value_that_begins_another_changes_nothing_in_it(
     assert methods == [short, long] * 2
 
 
+def test_a_number_given_as_text_is_that_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FACTOR", "0")
+    factors = "method.factor=0,'0',${oc.env:FACTOR}"
+    texts = [
+        "task.positions=['0','1','100%']",
+        "runtime.threads='2'",
+        "search.factors=['0.5']",
+    ]
+    jobs = _jobs("-m", factors, *texts)
+    assert [repr(job.raw["method"]["factor"]) for job in jobs[1:]] == ["0.0", "0.0"]
+    assert jobs[0].raw["method"]["factor"] == 0
+    raw = jobs[0].raw
+    assert raw["search"]["factors"] == [0.5] and raw["runtime"]["threads"] == 2
+    # Where a text is right, and where none is.
+    assert raw["task"]["positions"][-1] == "100%"
+    assert compose_one("task.pairs=few").raw["task"]["pairs"] == "few"
+    listed = compose_one("method=[scale_channel]", "method.factor='0'")
+    assert listed.raw["method"]["factor"] == 0
+    (two,) = _jobs(
+        "method=[layer_scaling,scale_channel]", "method.parts.scale_channel.factor='0'"
+    )
+    assert two.raw["method"]["parts"]["scale_channel"]["factor"] == 0
+
+
 def test_a_list_of_methods_takes_the_block_of_each() -> None:
     typed = [
         "method.parts.scale_channel.factor=0.5",
