@@ -11,11 +11,12 @@ import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -126,7 +127,7 @@ def read_flags(args: Sequence[str]) -> Flags:
     """Separate the overrides of a command line (``key=value``) from its flags (``-m``, ``--config-dir``).
 
     Raises:
-        UserError: A flag is unknown, or has no value.
+        UserError: A flag is unknown, has no value, or is given twice.
     """
     overrides = list[str]()
     multirun = False
@@ -137,10 +138,14 @@ def read_flags(args: Sequence[str]) -> Flags:
         if arg in ("-m", "--multirun"):
             multirun = True
         elif name == "--config-dir":
-            config_dir = value if sign else next(remaining, "")
-            if not config_dir:
+            folder = value if sign else next(remaining, "")
+            if not folder:
                 allowed = "a folder with your YAML files"
-                raise UserError(name, config_dir, allowed, f"{name} DIR")
+                raise UserError(name, folder, allowed, f"{name} DIR")
+            if config_dir is not None:
+                hint = f"put the files of {config_dir} and {folder} into one folder"
+                raise UserError(name, folder, "the flag once", hint)
+            config_dir = folder
         elif arg.startswith("-"):
             allowed = "key=value, -m (--multirun), --config-dir DIR, --cfg job"
             raise UserError("flag", arg, allowed, "posbench --help")
@@ -170,6 +175,10 @@ def parse_request(
     experiment_names = [
         match[1] for match in map(is_experiment.fullmatch, overrides) if match
     ]
+    if len(experiment_names) > 1:
+        value = " ".join(experiment_names)
+        hint = f"a command for each: posbench experiment={experiment_names[0]}"
+        raise UserError("experiment", value, "one experiment", hint)
     group_overrides = [
         _with_stages_as_list(with_address(override))
         for override in overrides
@@ -178,6 +187,7 @@ def parse_request(
     group_overrides, path_models = _name_path_models(group_overrides, folders)
     group_overrides, run_methods = _name_run_methods(group_overrides)
     parsed = _parse(group_overrides)
+    _refuse_deleted_and_set(parsed)
     model = _implied_model(parsed)
     if model:
         parsed += _parse([f"model={model}"])
@@ -186,7 +196,7 @@ def parse_request(
     config = "config"
     experiment = dict[str, Any]()
     if experiment_names:
-        file = _find_experiment(experiment_names[-1], folders)
+        file = _find_experiment(experiment_names[0], folders)
         config = file.stem
         experiment = read_yaml(file, hint=CORRECT_FILE)
         _refuse_extended_experiment(experiment, file)
@@ -238,7 +248,7 @@ def parse_request(
         searched=tuple(searched_folders),
         overrides=(*reference_override, *rewritten),
         multirun=multirun or bool(sweep),
-        experiment=experiment_names[-1] if experiment_names else "",
+        experiment=experiment_names[0] if experiment_names else "",
         grid=frozenset(grid) - typed_keys,
         set_by_experiment=set_by_experiment,
         spelled=typed_spelling,
@@ -247,6 +257,30 @@ def parse_request(
             "method": spelled_methods | spelled_runs,
         },
     )
+
+
+def _refuse_deleted_and_set(overrides: Sequence[Override]) -> None:
+    """Refuse a key that is set and deleted with ~, whatever the order: Hydra would delete it."""
+    deleted = [o.key_or_group for o in overrides if o.is_delete()]
+    for override in overrides:
+        key = override.key_or_group
+        for other in deleted:
+            if not override.is_delete() and f"{key}.".startswith(f"{other}."):
+                value = str(override.input_line).partition("=")[2]
+                allowed = f"~{other} or {key}=VALUE, not both"
+                raise UserError(key, value, allowed, f"leave ~{other} out")
+
+
+def _refuse_unknown_hydra_key(key: str, value: str) -> None:
+    """Refuse a key that Hydra's own config does not have: with a plus Hydra would add it, and read it nowhere."""
+    kind: Any = HydraConf
+    for name in re.split("[./]", key.partition("@")[0])[1:]:
+        # The keys of a mapping, a launcher or a sweeper are theirs.
+        kinds = get_type_hints(kind) if is_dataclass(kind) else {}
+        if kinds and name not in kinds:
+            hint = near(name, list(kinds), "leave it out")
+            raise UserError(key, value, f"keys {', '.join(kinds)}", hint)
+        kind = kinds.get(name)
 
 
 def _implied_model(overrides: Sequence[Override]) -> str:
@@ -458,6 +492,8 @@ def _check(
     if top not in (*TOP, "hydra", CLUSTER) and not top.startswith("hydra/"):
         hint = near(top, TOP, "remove it")
         raise UserError(key, value, f"keys {', '.join(TOP)}", hint)
+    if top.partition("/")[0] == "hydra":
+        _refuse_unknown_hydra_key(key, value)
     part = key.removeprefix("experiment.").split(".")[0]
     if top == "experiment" and part in FILE_KEYS:
         allowed = f"nothing typed: {part} is read from the experiment's file"

@@ -463,6 +463,18 @@ def test_a_users_folder_adds_choices(
             "file",
             "leave it out",
         ),
+        (
+            ["experiment=yu2025_fig6", "experiment=yu2025_fig7"],
+            "experiment",
+            "yu2025_fig6 yu2025_fig7",
+            "one",
+            "experiment=yu2025_fig6",
+        ),
+        (["~study", "study=causal_mask"], "study", "causal_mask", "~study", "~study"),
+        (["task.limit=2", "~task"], "task.limit", "2", "~task", "leave ~task"),
+        (["+hydra.foo=3"], "hydra.foo", "3", ("launcher", "sweeper"), "leave it out"),
+        (["+hydra/lancher=3"], "hydra/lancher", "3", "launcher", "launcher"),
+        (["+hydra.job.nam=3"], "hydra.job.nam", "3", ("name", "chdir"), "name"),
         (["model=tiny,hf"], "model", "tiny,hf", "[a,b]", ("-m", "--multirun")),
         (
             ["task.pairs=[1"],
@@ -504,6 +516,13 @@ def test_what_names_nothing_is_refused(
         (["-m", "--info"], "flag", "--info", ("-m", "--config-dir"), ()),
         (["--config-dir"], "--config-dir", "", "folder", "--config-dir DIR"),
         (["--config-dir", "/nowhere"], "--config-dir", "/nowhere", "folder", "path"),
+        (
+            ["--config-dir=/first", "--config-dir", "/second"],
+            "--config-dir",
+            "/second",
+            "once",
+            ("/first", "/second"),
+        ),
     ],
 )
 def test_flags_that_are_none(
