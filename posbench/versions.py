@@ -19,7 +19,25 @@ DISTRIBUTION = "positionbench"
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs posbench with one of its extras."""
+    """The command that installs posbench with one of its extras, from the checkout that it was installed from."""
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from pathlib import Path
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        origin = json.loads(
+            distribution(DISTRIBUTION).read_text("direct_url.json") or "{}"
+        )
+    except PackageNotFoundError:
+        origin = {}
+    # pip writes dir_info for a folder alone, and no file at all for what comes from an index.
+    if "dir_info" in origin:
+        checkout = url2pathname(urlsplit(origin["url"]).path)
+        if Path(checkout).is_dir():
+            flag = "-e " if origin["dir_info"].get("editable") else ""
+            return f"pip install {flag}'{checkout}[{extra}]'"
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 

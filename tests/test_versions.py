@@ -7,8 +7,9 @@ import json
 import platform
 import runpy
 import tomllib
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -139,6 +140,37 @@ def test_the_name_in_hints_is_that_of_the_package() -> None:
     assert PROJECT["name"] == versions.DISTRIBUTION
     extra = versions.install_hint("local").partition("[")[2].partition("]")[0]
     assert extra == versions.LOCAL_EXTRA and extra in PROJECT["optional-dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'positionbench[push]'"),
+        ({"url": "file:///a/p.whl", "archive_info": {}}, "'positionbench[push]'"),
+        ({"url": "file:///nowhere", "dir_info": {}}, "'positionbench[push]'"),
+        ({"url": "{folder}", "dir_info": {}}, "pip install '{path}[push]'"),
+        (
+            {"url": "{folder}", "dir_info": {"editable": True}},
+            "pip install -e '{path}[push]'",
+        ),
+    ],
+)
+def test_a_hint_installs_from_where_posbench_came(
+    origin: dict[str, Any] | None,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkout = tmp_path / "a checkout"
+    checkout.mkdir()
+    text = json.dumps(origin).replace("{folder}", checkout.as_uri()) if origin else None
+
+    def read_text(self: Distribution, name: str) -> str | None:
+        return text if name == "direct_url.json" else None
+
+    monkeypatch.setattr("importlib.metadata.PathDistribution.read_text", read_text)
+    hint = versions.install_hint("push")
+    assert hint.endswith(command.replace("{path}", str(checkout)))
 
 
 def test_the_matrix_records_where_it_ran(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def test_a_missing_package_is_one_line(
     monkeypatch.setitem(sys.modules, target, None)
     refused = posbench("push", str(run), "--to", target, verb=True)
     assert (refused.status, refused.err.count("\n")) == (2, 1)
-    assert_refused(refused.err, "--to", target, hint="positionbench[push]")
+    assert_refused(refused.err, "--to", target, hint=("pip install", "[push]'"))
 
 
 def test_what_is_no_finished_run_is_refused(
