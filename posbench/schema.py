@@ -388,8 +388,11 @@ def _example(kind: Any) -> str:
 def override_text(value: Any) -> str:
     """A value as an override has it: ``null``, ``true``, ``[0%,1]``, ``{a:1}``, ``'a, b.csv'``."""
     if isinstance(value, str):
-        is_plain = re.search(r"""[,'"(){}\[\]]""", value) is None
-        return value if is_plain else "'" + value.replace("'", r"\'") + "'"
+        if re.search(r"""[,'"(){}\[\]]""", value) is None:
+            return value
+        # Backslashes before a quote, also the last one, would escape it.
+        escaped = re.sub(r"(\\+)(?='|\Z)", r"\1\1", value)
+        return "'" + escaped.replace("'", r"\'") + "'"
     if isinstance(value, Mapping):
         items = (f"{key}:{override_text(item)}" for key, item in value.items())
         return f"{{{','.join(items)}}}"

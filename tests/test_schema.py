@@ -183,6 +183,9 @@ def test_a_missing_field_is_named() -> None:
         {"a": [1, "b, c"], "d": None},
         ["0%", 0.5, True, "x{y}"],
         'say "so"',
+        "a, b\\",
+        "a\\'b, c",
+        "C:\\d, e\\\\",
     ],
 )
 def test_hydra_reads_a_spelled_value_as_it_was(value: object) -> None:
