@@ -9,7 +9,7 @@ from typing import Any
 
 from posbench import paths
 from posbench.errors import UserError, renamed
-from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.files.choices import read_choice
 from posbench.files.sources import Source
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
@@ -246,7 +246,7 @@ def all_choices(
         files |= {file.stem: file for file in (folder / "method").glob("*.yaml")}
     choices = {}
     for name, file in sorted(files.items()):
-        data = read_yaml(file, hint=CORRECT_FILE)
+        data = read_choice("method", name, folders)
         try:
             cls, node = resolve_target(data, Method, "method")  # type: ignore[type-abstract]
         except UserError as error:

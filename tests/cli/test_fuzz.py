@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -112,19 +113,21 @@ def tried(
         made = list[tuple[Any, ...]]()
         with monkeypatch.context() as patched:
             patched.setattr(
-                compose, "_fill", lambda *parts: made.append(parts) or filled(*parts)
+                compose,
+                "_compose_job",
+                lambda *parts: made.append(parts) or composed(*parts),
             )
             whole(args)
         return made[0]
 
-    filled = compose._fill
+    composed = compose._compose_job
 
     def quick(args: list[str]) -> compose.Jobs:
         key = args[-1].partition("=")[0]
         if "." not in key:
             return whole(args)
-        config, chosen, typed, _, folders, *_ = first(tuple(args[:-1]))
-        request = parse_request(args, folders, False)
+        config, _, arguments = first(tuple(args[:-1]))
+        request = parse_request(args, arguments.folders, False)
         text = next(o for o in request.overrides if o.lstrip("+").startswith(f"{key}="))
         value = OverridesParser.create().parse_override(text).value()
         config = deepcopy(config)
@@ -132,8 +135,12 @@ def tried(
             OmegaConf.update(config, key, value, merge=True, force_add=True)
         except OmegaConfBaseException:
             return whole(args)
-        made = filled(config, chosen, [*typed, text], request, folders, 0, False)
-        return compose.Jobs([made])
+        job = config.hydra
+        OmegaConf.set_readonly(job, False)
+        job.overrides.task = [*job.overrides.task, text]
+        return compose.Jobs(
+            [composed(config, job, replace(arguments, request=request))]
+        )
 
     def late(*_: Any) -> NoReturn:
         raise KeyboardInterrupt

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from posbench import paths
+from posbench.methods.choice import all_choices
 from posbench.model.load import ModelConfig
 from posbench.pipeline.compose import ComposedConfig, compose, compose_one, launch
 from posbench.pipeline.multirun import Record, new_record
@@ -198,6 +199,9 @@ def test_an_own_file_may_extend_an_own_one(own: Path) -> None:
     assert (task["pairs"], task["limit"]) == (8, 2)
     # What no own file sets is the model's.
     assert (method["channel"], task["prompt"]) == (15, "compact")
+    # A study of all methods reads it so, too.
+    values = all_choices(paths.config_folders(str(own)), {})["half_last"].values
+    assert (values["factor"], values["last"]) == (0.5, 2)
     # A block of the model's may name the choice.
     (own / "model/mb.yaml").write_text(
         yaml.safe_dump({"path": "posbench://tiny", "half": {"channel": 3}})
