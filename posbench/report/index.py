@@ -238,7 +238,10 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
     passing = []
     for run, values_of_run in zip(runs, values_of_runs, strict=True):
         value = values_of_run.get(key, "")
-        is_alike = _typed(value) == _typed(pattern)
+        is_alike = value == pattern
+        # A hash such as 12e45678 is no number.
+        if "." in key:
+            is_alike = _typed(value) == _typed(pattern)
         if is_alike or fnmatchcase(value, pattern):
             passing.append(run)
     return passing
