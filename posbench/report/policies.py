@@ -52,7 +52,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         notes.append("dropped out")
     if row["missing"] and row["missing"] > 0.02:
         notes.append(f"{100 * row['missing']:.0f} % without an answer")
-    accuracy, difference, flips = "", "", ""
+    accuracy = difference = flips = ""
     questions = str(row["n"])
     if row["accuracy"] is not None:
         accuracy = f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"

@@ -563,24 +563,31 @@ def _scores_glance(
     if biased:
         least = min(biased, key=lambda setting: setting.bias.value)
         most = max(biased, key=lambda setting: setting.bias.value)
-        # A setting that is right everywhere has none to measure, so that the least measured is not the least.
-        measured = "measured " * (len(biased) < len(scored))
-        bias_range = _range([(s.bias.value, s.name) for s in biased], " points", "")
-        biases = f"the {measured}position bias {bias_range}"
-        name = f"least {measured}position bias ({in_words(least)})"
         if _reads_alike(least.bias.value, most.bias.value):
             where = f"in all {len(biased)} that measured it"
-            if len(biased) == 1:
-                alone = " in the one where it could be measured" * (len(scored) > 1)
-                where = f"{alone} ({least.name})".strip()
-            name = f"position bias {where}"
+            if len(scored) == 1:
+                where = f"({least.name})"
+            elif len(biased) == 1:
+                where = f"in the one where it could be measured ({least.name})"
             biases = (
                 f"the position bias is {100 * least.bias.value:z.1f} points {where}"
             )
-        numbers.insert(0, _number(name, least.bias, "points"))
-        if not _reads_alike(least.bias.value, most.bias.value):
-            name = f"most {measured}position bias ({in_words(most)})"
-            numbers.insert(1, _number(name, most.bias, "points"))
+            name = f"position bias {where}"
+            numbers.insert(0, _number(name, least.bias, "points"))
+        else:
+            quantity = "position bias"
+            # A setting that is right everywhere has none to measure: the least measured is not the least.
+            if len(biased) < len(scored):
+                quantity = "measured position bias"
+            values = [(setting.bias.value, setting.name) for setting in biased]
+            biases = f"the {quantity} {_range(values, ' points', '')}"
+            least_name = f"least {quantity} ({in_words(least)})"
+            most_name = f"most {quantity} ({in_words(most)})"
+            numbers = [
+                _number(least_name, least.bias, "points"),
+                _number(most_name, most.bias, "points"),
+                *numbers,
+            ]
         sentences = [
             f"Over {count} of {label}, {biases}, and {on_average}.",
             f"Over {count} of {label}, {biases}.",

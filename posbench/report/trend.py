@@ -136,6 +136,7 @@ def _group_runs(
             names.append(display_name(method["name"]))
         for field in varied:
             key = f"method.{field}"
+            # The swept keys, or keys inside the field, are named below.
             is_swept = any(f"{swept}.".startswith(f"{key}.") for swept in axes)
             if field in method and field != "name" and not is_swept:
                 names.append(f"{key}={method[field]}")
@@ -152,7 +153,8 @@ def _varied_fields(configs: Iterable[Mapping[str, Any]]) -> list[str]:
     first_by_name: dict[tuple[str, str], Mapping[str, Any]] = {}
     varied = []
     for config in configs:
-        model, method = config["model"]["name"], config["method"]
+        model = config["model"]["name"]
+        method = config["method"]
         if first_by_model.setdefault(model, method)["name"] != method["name"]:
             varied.append("name")
         first = first_by_name.setdefault((model, method["name"]), method)

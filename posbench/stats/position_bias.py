@@ -530,12 +530,10 @@ class CurveEstimates:
         """
         own_estimate = self.by_statistic[key]
         base_estimate = base.by_statistic[key]
-        is_equal = self._has_equal_answers(base)
-        # Of a middle drop the interval is not from draws; they only give the correlation.
-        if key != "middle_drop" or is_equal:
+        # Of a middle drop the interval is not from draws, unless no answer differs; they only give the correlation.
+        if key != "middle_drop" or self._has_equal_answers(base):
             value = own_estimate.value - base_estimate.value
-            own_draws = self._draws_with_changed_pairs() if is_equal else self.draws
-            draws = own_draws[key] - base.draws[key]
+            draws = self._draws_beside(base)[key] - base.draws[key]
             return percentile(value, draws, self.n, self.questions)
         with np.errstate(invalid="ignore"):
             correlations = np.corrcoef(self.draws[key], base.draws[key])
@@ -547,20 +545,22 @@ class CurveEstimates:
         own_estimate = self.by_statistic["position_bias"]
         base_estimate = base.by_statistic["position_bias"]
         value = own_estimate.value - base_estimate.value / 2
-        is_equal = self._has_equal_answers(base)
-        own_draws = self._draws_with_changed_pairs() if is_equal else self.draws
-        draws = own_draws["position_bias"] - base.draws["position_bias"] / 2
+        own_draws = self._draws_beside(base)["position_bias"]
+        draws = own_draws - base.draws["position_bias"] / 2
         return percentile(value, draws, self.n, self.questions)
 
     def _has_equal_answers(self, base: CurveEstimates) -> bool:
         """Whether no answer differs from that of another method, so that draws of a difference are all zero."""
         return np.array_equal(self.curve_draws, base.curve_draws)
 
-    def _draws_with_changed_pairs(self) -> dict[str, Array]:
-        """Draws with the noise of half a pair more of each sign, for a method that changed no answer.
+    def _draws_beside(self, base: CurveEstimates) -> dict[str, Array]:
+        """The draws for a difference from another method: with noise where no answer differs.
 
-        It may yet change some of other questions: of n at a position up to about 3/n of them, by the rule of three.
+        A method that changed none of n answers at a position may yet change some of other questions: up to about 3/n of
+        them, by the rule of three. The noise is that of half a pair more of each sign.
         """
+        if not self._has_equal_answers(base):
+            return self.draws
         noise = np.random.default_rng(self.n).normal(size=self.curve_draws.shape)
         draws = self.curve_draws + noise / (self.sizes + 1)
         return _statistic_draws(self.curve, draws)

@@ -498,8 +498,9 @@ class OrderStudy(Study):
             f"Difference from the prompts as they were retrieved, paired; the interval holds for all {len(raced)} "
             "policies at once, also for one that was asked fewer questions."
         )
-        word, command, purpose = "no sure gain", "", ""
+        word = "no sure gain"
         tone: Tone = "open"
+        command = purpose = ""
         sentence = "No policy can be recommended; none answers more than the prompts as they were retrieved."
         if not used.empty:
             word, tone = "gains", "good"

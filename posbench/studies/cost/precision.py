@@ -113,8 +113,9 @@ class Precision(Study):
             removed = min(i % 7, example.gold_position or 0, *example.other_gold)
             if i % 2 == 0 and removed and prompt.offsets:
                 spans = token_spans(prompt.offsets, example.items)
-                start, end = spans[0][0], spans[removed][0]
-                prompts[i] = prompt.ids[:start] + prompt.ids[end:]
+                first_item, _ = spans[0]
+                first_kept, _ = spans[removed]
+                prompts[i] = prompt.ids[:first_item] + prompt.ids[first_kept:]
         return prompts
 
     def figures(self, tables: Tables) -> Drawn:
