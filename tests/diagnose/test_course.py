@@ -209,6 +209,7 @@ def test_constants_are_searched_only_where_the_budget_has_room(
 ) -> None:
     """A search takes as long as 300 prompts of the shape: ten minutes hold it at 0.1 s a prompt, not at 5 s."""
     course = make_course("model=tiny")
+    monkeypatch.setattr(Stopwatch, "seconds", 0.0)
     course.diagnosis.prompts["shape"] = 90
     course.runs.seconds_of_run["shape"] = seconds_of_shape
     asked = []

@@ -496,10 +496,21 @@ def test_a_file_that_is_no_text_is_named(
         OwnData(path=str(tmp_path / name)).evaluation()
 
 
-def test_columns_separated_by_semicolons_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("question;contexts;answers\nQ?;['a'];b\n")
-    with refused("task.path", hint="separated by ;"):
-        read_log(tmp_path / "log.csv")
+@pytest.mark.parametrize(
+    ("name", "separator", "hint"),
+    [
+        ("log.csv", ";", "separated by ;"),
+        ("log.csv", "\t", "separated by tabs"),
+        ("log.tsv", ",", "separated by commas"),
+    ],
+)
+def test_columns_separated_by_another_character_are_refused(
+    name: str, separator: str, hint: str, tmp_path: Path
+) -> None:
+    rows = [["question", "contexts", "answers"], ["Q?", "['a']", "b"]]
+    (tmp_path / name).write_text("\n".join(map(separator.join, rows)))
+    with refused("task.path", hint=hint):
+        read_log(tmp_path / name)
 
 
 def test_gold_ids_without_ids_of_documents_are_not_taken_for_indices(

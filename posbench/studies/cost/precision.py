@@ -128,7 +128,8 @@ class Precision(Study):
         ]
         caption = (
             "Mean difference of logits: error of each weight type, and what the method itself does. "
-            f"Unmodified: {'; '.join(numbers)}. All numbers: errors.csv, and by batch drifts.csv."
+            f"Unmodified: {'; '.join(numbers)}. A method without a mark of its effect changes nothing, and an error "
+            "without a mark is 0: a logarithmic axis shows neither. All numbers: errors.csv, and by batch drifts.csv."
         )
         return {"errors": (errors_figure(errors), caption)}
 

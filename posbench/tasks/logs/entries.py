@@ -44,6 +44,8 @@ NO_TEXT = (
 )
 """First bytes of files that are no text, what they are, and the next step."""
 NOT_JSON = "not one JSON object"
+SEPARATORS = {",": "commas", "\t": "tabs", ";": ";"}
+"""Separators of columns that tools write, by character, and their names; posbench reads the first two."""
 MAX_CELL_CHARACTERS = 1 << 27
 """Longest cell of a CSV file: the texts of all documents of a question."""
 
@@ -193,8 +195,8 @@ def _csv(data: bytes, delimiter: str, skips: Skips) -> Entries:
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
         names = reader.fieldnames or []
-        if len(names) == 1 and names[0].count(";") > names[0].count(delimiter):
-            raise ValueError("its columns are separated by ;, not by commas")
+        if len(names) == 1:
+            _refuse_separators(names[0], delimiter)
         number = reader.line_num + 1
         for row in reader:
             num_read += 1
@@ -212,6 +214,14 @@ def _csv(data: bytes, delimiter: str, skips: Skips) -> Entries:
     finally:
         csv.field_size_limit(limit)
     return Entries("line", entries, num_read)
+
+
+def _refuse_separators(header: str, delimiter: str) -> None:
+    """Refuse a header of one column whose text another separator would divide."""
+    for separator, name in SEPARATORS.items():
+        if header.count(separator) > header.count(delimiter):
+            expected = SEPARATORS[delimiter]
+            raise ValueError(f"its columns are separated by {name}, not by {expected}")
 
 
 def _parquet(file: Path) -> Entries:
