@@ -150,7 +150,7 @@ def _draw_setting_lines(
     has_band = len(settings) <= MAX_BANDS
     modified = modified_of(rows)
     has_unmodified = len(modified) < len(rows)
-    common = _common_baseline(rows, name)
+    common = common_baseline(rows, name)
     styles = setting_styles(settings)
     for setting, style in zip(settings, styles, strict=True):
         line = modified[modified["setting"] == setting].sort_values("depth")
@@ -173,11 +173,11 @@ def _draw_setting_lines(
         plot.band(axes, common, style, name=name, scale=scale, label="unmodified")
 
 
-def _common_baseline(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+def common_baseline(rows: pd.DataFrame, name: str = "") -> pd.DataFrame:
     """The unmodified model's line if it is the same in all settings: depth and estimate; else no rows.
 
     Args:
-        rows: Rows with setting, method and depth.
+        rows: Rows with setting, method and depth, and run where the rows of several runs are compared.
         name: The estimate, see :func:`posbench.stats.findings.estimate_columns`.
     """
     unmodified = rows.iloc[:0]
@@ -265,7 +265,7 @@ def factor_sweep(
     at_positions = frames.rows_at_positions(rows)
     counts = (at_positions if len(at_positions) else rows).get("n", ())
     height = max(2.6, 0.8 + 0.16 * len(settings))
-    common = _common_baseline(at_positions, "")
+    common = common_baseline(at_positions)
     shows_changes = len(settings) > MAX_BANDS and len(common) > 0
     numbers = _as_numbers(settings)
     is_list = numbers is None and sum(map(len, settings)) > MAX_TICK_CHARACTERS

@@ -32,6 +32,7 @@ class Line:
         style: Its style, see :func:`posbench.plots.base.line_style`.
         method: Name of the method in the run's rows.
         page: Address of the page with its questions; empty: no link.
+        has_band: Whether its intervals are shown before it is pointed at.
     """
 
     label: str
@@ -39,6 +40,7 @@ class Line:
     style: Mapping[str, Any]
     method: str
     page: str = ""
+    has_band: bool = True
 
 
 def curve_of_run(metrics: pd.DataFrame, page: str = "") -> str:
@@ -84,9 +86,9 @@ def curve_of_methods(
 def curve_of_sweep(
     summary: pd.DataFrame, axes: Sequence[str], pages: Mapping[str, str]
 ) -> str:
-    """Return the HTML of a sweep's curve, a line for each setting and the unmodified model's where all share it.
+    """Return the HTML of a sweep's curve: a line for each setting, and the unmodified model's.
 
-    It is empty where no score has a gold position.
+    That is one line where all settings share it, else one for each, dashed in the setting's colour. The curve is empty where no score has a gold position.
 
     Args:
         summary: Rows of summary.csv of the settings to draw.
@@ -101,21 +103,37 @@ def curve_of_sweep(
         return ""
     styles = sweep_plots.setting_styles(settings)
     modified = sweep_plots.modified_of(rows)
+    has_unmodified = len(modified) < len(rows)
+    is_shared = not sweep_plots.common_baseline(rows).empty
     lines = []
-    unmodified = rows[rows["method"] == frames.UNMODIFIED]
-    points = unmodified.drop_duplicates(["depth", "value", "ci_low", "ci_high"])
-    if len(points) and points["depth"].is_unique and len(modified) < len(rows):
-        page = pages.get(str(points["run"].iloc[0]), "")
-        style = plot.line_style(0, unmodified=True)
-        lines.append(Line("unmodified", points, style, frames.UNMODIFIED, page))
-    for setting, style in zip(settings, styles, strict=True):
-        of_setting = modified[modified["setting"] == setting]
+
+    def add(
+        name: str,
+        of_setting: pd.DataFrame,
+        style: Mapping[str, Any],
+        has_band: bool = True,
+    ) -> None:
         # Runs of one setting that differ in the seed alone: the first one's.
         of_run = of_setting[of_setting["run"] == of_setting["run"].min()]
         if len(of_run):
             run, method = str(of_run["run"].iloc[0]), str(of_run["method"].iloc[0])
+            lines.append(
+                Line(name, of_run, style, method, pages.get(run, ""), has_band)
+            )
+
+    if is_shared:
+        unmodified = rows[rows["method"] == frames.UNMODIFIED]
+        add("unmodified", unmodified, plot.line_style(0, unmodified=True))
+    for setting, style in zip(settings, styles, strict=True):
+        # The names of several keys are in the setting, as is that of a seed.
+        name = setting
+        if len(axes) == 1 and not setting.startswith("seed "):
             name = f"{label.rpartition('.')[2]} {setting}"
-            lines.append(Line(name, of_run, style, method, pages.get(run, "")))
+        add(name, modified[modified["setting"] == setting], style)
+        if has_unmodified and not is_shared:
+            dashed = {"color": style["color"], "linestyle": plot.DASHED}
+            of_setting = sweep_plots.unmodified_of(rows, setting)
+            add(f"unmodified, {name}", of_setting, dashed, has_band=False)
     return draw(lines, frames.metric_name(summary))
 
 
@@ -128,6 +146,8 @@ def draw(lines: Sequence[Line], metric: str) -> str:
     """
     shapes = []
     num_modified = sum(line.method != frames.UNMODIFIED for line in lines)
+    # Of more lines only the one that is pointed at has its band, and the unmodified model's.
+    is_crowded = num_modified > sweep_plots.MAX_BANDS
     # The dashes of the unmodified model lie above a line with the same values.
     for line in sorted(lines, key=lambda line: line.method == frames.UNMODIFIED):
         points = _points(line, metric)
@@ -140,6 +160,8 @@ def draw(lines: Sequence[Line], metric: str) -> str:
                 # The unmodified model is black, or white in the dark.
                 "colour": colour if colour != plot.BLACK else "",
                 "dashed": line.style["linestyle"] != "-",
+                "bare": not line.has_band
+                or (is_crowded and line.method != frames.UNMODIFIED),
                 "points": points,
                 "path": _path((p["x"], p["y"]) for p in points),
                 "band": _path([*upper, *lower]),
@@ -157,8 +179,6 @@ def draw(lines: Sequence[Line], metric: str) -> str:
             PLANE_LEFT + PLANE_WIDTH,
             PLANE_TOP + PLANE_HEIGHT,
         ),
-        # Of more lines only the one that is pointed at has its band.
-        has_bands=num_modified <= sweep_plots.MAX_BANDS,
         y_ticks=[(tick, _y(tick / 100)) for tick in range(0, 101, 20)],
         x_ticks=[(tick, _x(tick / 100)) for tick in range(0, 101, 20)],
     )

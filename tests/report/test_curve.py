@@ -99,4 +99,31 @@ def test_a_curve_has_as_many_bands_as_the_figure_of_the_sweep(count: int) -> Non
     assert html.count('class="band"') == count + 1
     drawn = factor_sweep(table, axes).axes[1].collections
     assert len(drawn) == (count + 1 if count <= MAX_BANDS else 1)
-    assert ("crowded" in html) == (len(drawn) == 1)
+    assert html.count('class="line"') == len(drawn)
+
+
+def test_a_sweep_over_lengths_has_the_unmodified_line_of_each() -> None:
+    """Depths of unlike lengths interleave: one line through the points of both would be of neither."""
+    first, second = sweep([0.5, 0.6]).groupby("run", sort=False)
+    second = second[1].assign(
+        depth=second[1]["depth"].where(second[1]["depth"] != 0.5, 0.48)
+    )
+    table = pd.concat([first[1], second])
+    html = curve_of_sweep(table, ["method.factor"], {})
+    names = re.findall(r"<li.*?</span> (.*?)</li>", html)
+    assert sorted(names) == [
+        "factor 0.5",
+        "factor 0.6",
+        "unmodified, factor 0.5",
+        "unmodified, factor 0.6",
+    ]
+    lines = re.findall(r'<polyline class="dashed" points="(.*?)"', html)
+    assert [len(line.split()) for line in lines] == [3, 3]
+
+
+def test_a_seed_is_named_once() -> None:
+    table = sweep([1.0, 2.0]).rename(columns={"method.factor": "task.seed"})
+    names = re.findall(
+        r"<li.*?</span> (.*?)</li>", curve_of_sweep(table, ["task.seed"], {})
+    )
+    assert "seed 1" in names and "seed seed 1" not in " ".join(names)
