@@ -852,9 +852,21 @@ def _word_of_two(name: str, ordinal: str, comparison: str) -> str:
 
 
 def _short_names(first: str, second: str) -> tuple[str, str]:
-    """Model or method of two runs' labels where these tell them apart, else the labels: settings are long."""
-    names = first.partition(", ")[0], second.partition(", ")[0]
-    return names if names[0] != names[1] else (first, second)
+    """Model or method of two runs' labels where these alone tell them apart, else the labels: settings are long.
+
+    A setting that both labels name differs as well. What one label names alone is a setting of its method.
+    """
+    names, settings = [], []
+    for label in (first, second):
+        name, *rest = label.split(", ")
+        names.append(name)
+        # A text without a key is a method behind the name of a model.
+        settings.append(
+            {text.partition("=")[0] if "=" in text else "" for text in rest}
+        )
+    if names[0] == names[1] or settings[0] & settings[1]:
+        return first, second
+    return names[0], names[1]
 
 
 # What to do next

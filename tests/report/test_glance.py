@@ -377,6 +377,28 @@ def test_two_runs_side_by_side(ends: tuple[float, ...], word: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (("a, pairs=16", "b, pairs=32"), ("a, pairs=16", "b, pairs=32")),
+        (("tiny, a", "tiny_b, b"), ("tiny, a", "tiny_b, b")),
+        (("tiny, pairs=16", "tiny, pairs=32"), ("tiny, pairs=16", "tiny, pairs=32")),
+        (("a, factor=0.5", "b, points=1"), ("a", "b")),
+        (("a", "b, factor=0.5"), ("a", "b")),
+    ],
+)
+def test_two_runs_are_named_by_all_that_both_differ_in(
+    labels: tuple[str, str], names: tuple[str, str]
+) -> None:
+    """The score of a method among 16 pairs is not below that of another among 32 because of the method."""
+    scores = {"score": 0.5, "n": 9, "pairs": 0, "position_bias_difference": None}
+    ends = {"": 0.1, "_ci_low": 0.05, "_ci_high": 0.15}
+    scores |= {f"score_difference{end}": value for end, value in ends.items()}
+    rows = [scores | {"label": label, "run": label} for label in labels]
+    (number,) = comparison_glance(rows).numbers
+    assert number.name == f"score, {names[1]} minus {names[0]}"
+
+
+@pytest.mark.parametrize(
     ("difference", "better"),
     [((0.1, 0.05, 0.2), 1), ((-0.1, -0.2, -0.05), 0), ((0.0, -0.1, 0.1), None)],
 )
