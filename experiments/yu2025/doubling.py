@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Gt
 
 from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, Tensor, pd, torch
@@ -17,7 +19,7 @@ from posbench.plots.attention import draw_over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
-from posbench.schema import Positive, Seed, Several, Share
+from posbench.schema import Seed, Several, Share
 from posbench.stats import bootstrap
 from posbench.stats.findings import SMALLEST_POINTS, Finding, estimate
 from posbench.stats.frames import UNMODIFIED
@@ -51,7 +53,7 @@ class Doubling(shared.GoldStudy):
     Attributes:
         examples: Examples per gold position at most; None is all of the task.
         item: Depth of the item that mode ``item`` changes, rounded down; the paper's 25th of 50 is 0.5.
-        factor: Factor of the item's weight.
+        factor: Factor of the item's weight, above 1: the claims are on more attention.
         renormalise: Whether the weights are divided by their sum; otherwise the head's output grows by the
             added weight.
         layers: Changed layers; None is all.
@@ -62,7 +64,7 @@ class Doubling(shared.GoldStudy):
     smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
     examples: Several | None = 100
     item: Share = 0.5
-    factor: Positive = 2.0
+    factor: Annotated[float, Gt(1)] = 2.0
     renormalise: bool = True
     layers: tuple[int, ...] | None = None
     generated: bool = False

@@ -325,6 +325,11 @@ def _origin_of_run(folder: Path) -> Origin:
             folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN
         )
     applied = read_json(folder / METHOD_FILE)
+    is_searched = applied is not None or run.stage("search").get("done")
+    if "search" in raw.get("stages", ()) and not is_searched:
+        # The constants of its config are those that the search was to replace.
+        allowed = "a run whose search has ended"
+        raise UserError("RUN", folder.name, allowed, f"finish it: {run.command}")
     constants = applied_or_found(raw["method"], applied, found_by_method)
     config = _config_of_record(
         {**raw, "method": with_constants(raw["method"], constants)}, folders

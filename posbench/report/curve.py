@@ -88,7 +88,8 @@ def curve_of_sweep(
 ) -> str:
     """Return the HTML of a sweep's curve: a line for each setting, and the unmodified model's.
 
-    That is one line where all settings share it, else one for each, dashed in the setting's colour. The curve is empty where no score has a gold position.
+    That is one line where all settings share it, else one for each, dashed in the setting's colour. The curve is empty
+    where no score has a gold position.
 
     Args:
         summary: Rows of summary.csv of the settings to draw.

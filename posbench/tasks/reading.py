@@ -8,6 +8,7 @@ import io
 import json
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -257,6 +258,7 @@ def _rows(
         with _open(file, member) as stream:
             if kind == ".csv":
                 reader = csv.DictReader(stream, fieldnames=names or None)
+                need_distinct(reader.fieldnames or ())
                 for row in reader:
                     number = reader.line_num
                     if None in row or None in row.values():
@@ -287,6 +289,20 @@ def _rows(
     except (ValueError, csv.Error) as error:
         line = Line({}, field, file_label, max(number, 1))
         line.refuse(f"one CSV row with the header's columns ({error})")
+
+
+def need_distinct(names: Iterable[str]) -> None:
+    """Refuse columns of a CSV file with one name, of which only the last would be read; empty names hold nothing.
+
+    Args:
+        names: The names of its header.
+
+    Raises:
+        ValueError: A name occurs twice.
+    """
+    repeated = [name for name, count in Counter(names).items() if count > 1 and name]
+    if repeated:
+        raise ValueError(f"its header names {', '.join(repeated)} more than once")
 
 
 def _parse_object(text: str, line: Line) -> dict[str, Any]:

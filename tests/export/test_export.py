@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -90,6 +91,30 @@ def test_a_constant_that_was_typed_has_no_gain_of_the_search(
     assert first_line.startswith("# Verdict") and first_line.endswith(typed)
     page = (run / "report.html").read_text()
     assert f"did not evaluate them ({typed})" in page
+
+
+def test_a_run_that_died_in_its_search_is_not_exported(
+    posbench: Callable[..., Result],
+    outputs: Path,
+    small: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its config holds the model's own constants, which the search was to replace."""
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posbench.search.base.Search.write_found", die)
+    assert posbench(*small).status != 0
+    (run,) = run_folders(outputs)
+    call = ["export", str(run), "--to", "transformers", "--out", str(tmp_path / "fix")]
+    result = posbench(*call, verb=True)
+    assert result.status == 2
+    assert_refused(
+        result.err, "RUN", run.name, allowed="search has ended", hint="finish it"
+    )
+    assert not (tmp_path / "fix").exists()
 
 
 def test_files_of_another_method_than_the_evaluated_one_are_called_no_fix(

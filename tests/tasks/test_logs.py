@@ -513,6 +513,37 @@ def test_columns_separated_by_another_character_are_refused(
         read_log(tmp_path / name)
 
 
+@pytest.mark.parametrize("as_references", [False, True])
+def test_columns_of_one_name_are_refused(as_references: bool, tmp_path: Path) -> None:
+    """Only the last of two columns `answers` would be read, and a gold document found by it."""
+    rows = [["question", "contexts", "answers", "answers"], ["Q?", "['a b']", "a", "b"]]
+    file = tmp_path / "log.csv"
+    file.write_text("\n".join(",".join(row) for row in rows))
+    references = None
+    if as_references:
+        references = file
+        file = write_lines(
+            tmp_path / "log.jsonl", {"question": "Q?", "contexts": ["a"]}
+        )
+    field = "task.references" if as_references else "task.path"
+    with refused(field, hint="names answers more"):
+        read_log(file, references)
+    with refused("task.path", hint="names answers more"):
+        OwnData(path=str(tmp_path / "log.csv")).evaluation()
+
+
+def test_bytes_of_another_encoding_are_told_from_missing_columns(
+    tmp_path: Path,
+) -> None:
+    text = "question,contexts,answers\n" + "Où?,['a'],b\n" * 2
+    (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
+    with refused("task.path", allowed="not UTF-8", hint="as UTF-8"):
+        read_log(tmp_path / "log.csv")
+    (tmp_path / "log.csv").write_text("question,contexts,answers\nQ?,b\n")
+    with refused("task.path", allowed="another number of", hint="the fields question"):
+        read_log(tmp_path / "log.csv")
+
+
 def test_gold_ids_without_ids_of_documents_are_not_taken_for_indices(
     tmp_path: Path,
 ) -> None:

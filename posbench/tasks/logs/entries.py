@@ -18,7 +18,7 @@ import numpy as np
 from posbench.files.parse import parse_json
 from posbench.late import pd
 from posbench.tasks.logs.base import Entry, Skips
-from posbench.tasks.reading import refuse
+from posbench.tasks.reading import need_distinct, refuse
 
 LISTS = (
     ("results", "results"),
@@ -195,25 +195,32 @@ def _csv(data: bytes, delimiter: str, skips: Skips) -> Entries:
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
         names = reader.fieldnames or []
+        need_distinct(names)
         if len(names) == 1:
             _refuse_separators(names[0], delimiter)
         number = reader.line_num + 1
         for row in reader:
             num_read += 1
-            try:
-                "".join(value for value in row.values() if value).encode()
-                is_whole = None not in row and None not in row.values()
-            except (TypeError, UnicodeError):
-                is_whole = False
-            if is_whole and names:
+            if None in row or None in row.values() or not names:
+                skips.add(number, "another number of columns than the header")
+            elif not _is_utf8(row.values()):
+                skips.add(number, "bytes that are not UTF-8", "the file as UTF-8")
+            else:
                 fields = {key: value for key, value in row.items() if value != ""}
                 entries.append(Entry(number, fields))
-            else:
-                skips.add(number, "another number of columns than the header, or bytes")
             number = reader.line_num + 1
     finally:
         csv.field_size_limit(limit)
     return Entries("line", entries, num_read)
+
+
+def _is_utf8(texts: Iterable[str]) -> bool:
+    """Whether texts hold none of the surrogates that stand for other bytes."""
+    try:
+        "".join(texts).encode()
+    except UnicodeError:
+        return False
+    return True
 
 
 def _refuse_separators(header: str, delimiter: str) -> None:

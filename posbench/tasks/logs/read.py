@@ -47,7 +47,9 @@ REFERENCE_LINE = '{"question": "...", "answers": ["..."]}, or CSV with the colum
 UNUSABLE_GOLD = (
     "gold documents are named by ids that the documents do not have, and not used"
 )
-WHERE_SHAPES_ARE = "docs/own_data.md shows each shape"
+FIELDS_AND_SHAPES = (
+    "the fields question, contexts and answers; docs/own_data.md shows each shape"
+)
 
 
 def read_log(path: Path | str, references: Path | str | None = None) -> Log:
@@ -178,29 +180,30 @@ def _shape_of(file: Path, found: Entries, skips: Skips) -> Shape:
     shape = recognise(found.entries)
     if shape is not None:
         return shape
-    if not found.entries:
-        value = f"{file}, none of whose {found.num_read} {plural(found.unit)} is a JSON object or whole row"
-    else:
-        keys = ", ".join(map(str, found.entries[0].fields)) or "none"
-        value = f"{file} with fields {keys[:120]}"
+    if not found.entries and skips.problems():
+        _refuse_all(file, None, found.unit, found.num_read, skips)
+    keys = ", ".join(map(str, found.entries[0].fields)) if found.entries else ""
+    value = f"{file} with fields {keys[:120] or 'none'}"
     listed = ", ".join(shape.name for shape in SHAPES)
     allowed = f"a retrieval log: {listed}, {FOLDER.name}"
-    hint = f"name the fields question, contexts and answers; {WHERE_SHAPES_ARE}"
-    refuse("path", value, allowed, hint)
+    refuse("path", value, allowed, f"name {FIELDS_AND_SHAPES}")
 
 
 def _refuse_all(
-    file: Path, shape: Shape, unit: str, num_read: int, skips: Skips
+    file: Path, shape: Shape | None, unit: str, num_read: int, skips: Skips
 ) -> NoReturn:
-    """Raise UserError for a log of which nothing can be read, with its most frequent fault."""
+    """Raise UserError for a log of which nothing can be read, with its most frequent fault; its shape, if known."""
+    right = FIELDS_AND_SHAPES
+    value = f"{file} as a retrieval log"
+    if shape is not None:
+        right = shape.right
+        value = f"{file} as {shape.name}"
+    problems_text = f"it has no {unit} with documents"
     problems = skips.problems()
-    if not problems:
-        problems_text, right = f"it has no {unit} with documents", shape.right
-    else:
+    if problems:
         problem = problems[0]
         problems_text = f"{problem.count} of {num_read} {plural(unit)}: {problem.reason} (first: {unit} {problem.line})"
-        right = problem.right or shape.right
-    value = f"{file} as {shape.name}"
+        right = problem.right or right
     refuse(
         "path",
         value,

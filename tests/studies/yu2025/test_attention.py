@@ -620,7 +620,7 @@ def test_the_studies_on_a_trained_model(
         (AttentionToGold(examples=1), "study.examples", "2", "study.examples=2"),
         (AttentionToGold(items=(400,)), "task.pairs", "64", "task.pairs=64"),
         (Doubling(item=1.5), "study.item", ("0", "1"), "study.item=0"),
-        (Doubling(factor=0.0), "study.factor", "0", "study.factor=1"),
+        (Doubling(factor=1.0), "study.factor", "1", "study.factor=2"),
         (
             PositionalChannels(channels=(WIDTH,)),
             "study.channels",
