@@ -365,11 +365,16 @@ def _unpack(tables: Path, run: Path) -> list[str]:
 
 
 def draw_remedies(root: Path, scratch: Path) -> dict[str, Path]:
-    """Draw the remedies on the embedded model from their table; see :data:`FROM_TABLES`."""
-    table = pd.read_csv(root / "experiments/results/remedies/tiny.csv")
-    table["verdict"] = table["verdict"].fillna("")
-    drawn = _draw_study(Remedies(), {"remedies": table}, ["tiny"], scratch)
-    return {"docs/figures/tiny_remedies.svg": drawn["remedies"]}
+    """Draw the remedies on each of three models from its table; see :data:`FROM_TABLES`."""
+    figures = {}
+    for model in ("tiny", "smollm2", "qwen2_5_coder_0_5b"):
+        table = pd.read_csv(root / f"experiments/results/remedies/{model}.csv")
+        table["verdict"] = table["verdict"].fillna("")
+        folder = scratch / model
+        folder.mkdir(parents=True)
+        drawn = _draw_study(Remedies(), {"remedies": table}, [model], folder)
+        figures[f"docs/figures/{model}_remedies.svg"] = drawn["remedies"]
+    return figures
 
 
 def draw_bases(root: Path, scratch: Path) -> dict[str, Path]:

@@ -94,6 +94,8 @@ SAME_TIME = 1.1
 """Largest ratio of two times that are about the same."""
 NAME_SPACE = 0.6
 """Space for the names left of the cheapest remedy, over that of all remedies on the axis."""
+NAME_HEIGHT = 6.5
+"""Height of a line of text, in points of the accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -674,15 +676,18 @@ def _draw(table: pd.DataFrame) -> Figure:
         axes.plot(
             times[front], values[front], color=plot.GUIDE, linewidth=0.8, zorder=0
         )
-        for index in {*front, int(is_base.argmax())}:
+        lowest = -np.inf
+        for index in sorted({*front, int(is_base.argmax())}, key=lambda i: values[i]):
             name = table["method"].iloc[index].replace(UNMODIFIED, "unmodified")
+            # Above and left of the front there are no points; names close to each other go higher.
+            lowest = max(values[index], lowest + NAME_HEIGHT)
             axes.annotate(
                 name,
-                (times[index], values[index]),
+                (times[index], lowest),
                 xytext=(-4, 2),
                 textcoords="offset points",
                 fontsize="small",
-                ha="right",  # above and left of the front there are no points
+                ha="right",
             )
         axes.set_xscale("log")
         ticks = [t for t in TICKS if 0.9 * times.min() <= t <= 1.1 * times.max()]
