@@ -125,10 +125,11 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
 
     Args:
         findings: Rows of findings.csv.
-        models: Whether a column names the model of each finding.
+        models: Whether a column names the model of each finding even where it is one.
 
     Returns:
-        The table; it has a column of notes, and one of bounds, only if a finding has one.
+        The table; it has a column of models if there are several, and columns of notes and of bounds only if a
+        finding has one.
     """
     findings = findings.fillna({"note": "", "model": ""})
     bounds = pd.Series("", index=findings.index)
@@ -136,7 +137,7 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
         bounds = findings["holds_if"].astype(object).fillna("")
     findings = findings.assign(holds_if=bounds)
     header = ["verdict"]
-    if models:
+    if models or findings["model"].nunique() > 1:
         header.append("model")
     header += ["claim", "value", "statistic", "p (Holm)", "n"]
     if findings["holds_if"].any():

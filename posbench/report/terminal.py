@@ -130,8 +130,11 @@ def show_findings(folder: Path, console: Console) -> None:
     if findings is None:
         return
     # Notes are in findings.csv and in the report; a terminal is narrow.
-    header = ["verdict", "claim: what was measured", "value", "p (Holm)"]
     names, cells = tables.findings_table(findings)
+    measured = "claim: what was measured"
+    if "model" in names:
+        measured = f"model: {measured}"
+    header = ["verdict", measured, "value", "p (Holm)"]
     rows = []
     for row in cells:
         cell = dict(zip(names, row, strict=True))
@@ -141,6 +144,8 @@ def show_findings(folder: Path, console: Console) -> None:
         if cell["n"] != "0":
             basis.append(f"n = {cell['n']}")
         text = f"{cell['claim']}: {cell['statistic']}"
+        if "model" in cell:
+            text = f"{cell['model']}: {text}"
         if basis:
             text += f" ({'; '.join(basis)})"
         rows.append([cell["verdict"], text, cell["value"], cell["p (Holm)"]])

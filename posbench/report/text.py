@@ -612,8 +612,8 @@ def verdict_table(findings: pd.DataFrame) -> Table:
         for verdict, findings_of_verdict in findings_of_claim.groupby(
             "verdict", sort=False
         ):
-            _, cells = findings_table(findings_of_verdict)
-            claim = cells[0][1]
+            header, cells = findings_table(findings_of_verdict)
+            claim = cells[0][header.index("claim")]
             models = "; ".join(dict.fromkeys(findings_of_verdict["model"]))
             rows.append([str(verdict), claim, models])
     named = "model and setting" if swept_columns_of_findings(findings) else "models"

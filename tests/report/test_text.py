@@ -319,6 +319,24 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(
     assert count_verdicts(_judged()) in findings_glance(_judged()).details
 
 
+def test_claims_of_several_models_name_them(tmp_path: Path) -> None:
+    """Claims of a sweep over models, or over settings of one, are of one wording."""
+    finding = Finding.above("A claim", "a share", Estimate(1, 0.5, 1.5, 50), 0)
+    names = ["tiny, task.pairs=8", "tiny, task.pairs=16"]
+    each = [findings.findings_table([finding], name) for name in names]
+    table = pd.concat(each, ignore_index=True)
+    header, rows = findings_table(table)
+    assert [row[header.index("model")] for row in rows] == names
+    assert "model" not in findings_table(each[0])[0], "of one model the page says it"
+    write_csv(tmp_path / "findings.csv", table)
+    out = StringIO()
+    show_findings(tmp_path, Console(file=out, width=120))
+    told = " ".join(out.getvalue().split())
+    for name in names:
+        assert f"holds {name}: A claim: a share" in told
+    assert verdict_table(table)[1] == [["holds", "A claim", "; ".join(names)]]
+
+
 def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> None:
     counts = count_verdicts(_judged())
     holds, _, contradicted = study_answer(_judged()).partition("Contradicted:")
