@@ -550,10 +550,10 @@ def _scores_glance(
     worst = min(scored, key=lambda setting: setting.average.value)
     averages = [(setting.average.value, setting.name) for setting in scored]
     on_average = f"the average {_range(averages, ' %', ' %')}"
-    name = f"highest average ({in_words(best)})"
+    numbers = [_number(f"highest average ({in_words(best)})", "%", best.average)]
     if len(scored) > 1 and _reads_alike(worst.average.value, best.average.value):
-        name = f"average in all {len(scored)}"
-    numbers = [_number(name, best.average, "%")]
+        rows = [setting.average for setting in scored]
+        numbers = [_number(f"average in all {len(scored)}", "%", *rows)]
     count = f"{len(scored)} {noun_for(len(scored), 'setting')}"
     sentences = [
         f"Over {count} of {label}, {on_average}.",
@@ -572,8 +572,8 @@ def _scores_glance(
             biases = (
                 f"the position bias is {100 * least.bias.value:z.1f} points {where}"
             )
-            name = f"position bias {where}"
-            numbers.insert(0, _number(name, least.bias, "points"))
+            rows = [setting.bias for setting in biased]
+            numbers.insert(0, _number(f"position bias {where}", "points", *rows))
         else:
             quantity = "position bias"
             # A setting that is right everywhere has none to measure: the least measured is not the least.
@@ -584,8 +584,8 @@ def _scores_glance(
             least_name = f"least {quantity} ({in_words(least)})"
             most_name = f"most {quantity} ({in_words(most)})"
             numbers = [
-                _number(least_name, least.bias, "points"),
-                _number(most_name, most.bias, "points"),
+                _number(least_name, "points", least.bias),
+                _number(most_name, "points", most.bias),
                 *numbers,
             ]
         sentences = [
@@ -680,10 +680,21 @@ def _step_after_sweep(
     return f"posbench compare {' '.join(map(name_in_commands, runs))}", purpose
 
 
-def _number(name: str, row: Any, unit: str) -> Number:
-    """A number of a sweep from its row of summary.csv."""
-    estimate = Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
-    return Number.of(name, estimate, unit, "z.1f", 100)
+def _number(name: str, unit: str, *rows: Any) -> Number:
+    """A number of a sweep.
+
+    Args:
+        name: What was measured.
+        unit: Its unit.
+        rows: Its row of summary.csv, or those of several settings whose values read alike; the number has an interval
+            where their intervals do, too.
+    """
+    estimates = [Estimate(r.value, r.ci_low, r.ci_high, int(r.n)) for r in rows]
+    numbers = [Number.of(name, each, unit, "z.1f", 100) for each in estimates]
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    value = estimates[0]._replace(ci_low=math.nan, ci_high=math.nan)
+    return Number.of(name, value, unit, "z.1f", 100)
 
 
 def _verdicts(summary: pd.DataFrame) -> dict[str, str]:

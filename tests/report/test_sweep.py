@@ -22,6 +22,7 @@ from posbench.run.folder import JOBS, RunDir
 from posbench.stats import findings
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding
+from posbench.stats.glance import Glance
 from tests.conftest import Result
 from tests.frames import metrics, with_missing_answers
 from tests.frames import sweep as summary
@@ -136,10 +137,40 @@ def _words_of(jobs: list[dict[str, Any]]) -> str:
     return html.unescape(" ".join(re.sub("<[^>]*>", " ", page).split()))
 
 
+def _glance_of(jobs: list[dict[str, Any]]) -> Glance:
+    """The first look at a sweep."""
+    folder = sweep.summarise(jobs, Console(quiet=True), command="posbench -m a=0,1")
+    assert folder is not None
+    scores = sweep._read_scores(folder)
+    assert scores is not None
+    return scores.glance
+
+
 def test_settings_that_read_alike_have_no_least_and_no_most(tmp_path: Path) -> None:
     words = _words_of(_scored_jobs(tmp_path, *2 * [[0.9, 0.5, 0.9]]))
     assert "the average is 76.7 % in all 2" in words
     assert "runs from" not in words and "least position" not in words
+
+
+def test_settings_that_read_alike_share_an_interval_only_where_they_have_one(
+    tmp_path: Path,
+) -> None:
+    jobs = _scored_jobs(tmp_path / "same", *2 * [[0.9, 0.5, 0.9]])
+    assert list(map(str, _glance_of(jobs).numbers)) == [
+        "position bias in all 2 that measured it 23.1 [18.1, 28.1] points",
+        "average in all 2 76.7 [73.7, 79.7] %",
+    ]
+    jobs = _scored_jobs(tmp_path / "other", *2 * [[0.9, 0.5, 0.9]])
+    # The second setting was asked a few questions only.
+    file = Path(jobs[1]["folder"]) / "metrics.csv"
+    table = pd.read_csv(file)
+    few = table.assign(ci_low=table["value"] - 0.2, ci_high=table["value"] + 0.2)
+    few.to_csv(file, index=False)
+    RunDir(file.parent).seal("posbench")
+    assert list(map(str, _glance_of(jobs).numbers)) == [
+        "position bias in all 2 that measured it 23.1 points",
+        "average in all 2 76.7 %",
+    ]
 
 
 def test_the_least_measured_bias_is_not_called_the_least(tmp_path: Path) -> None:
