@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
@@ -540,18 +540,20 @@ def _scores_glance(
     of_settings = {str(run) for setting in settings for run in setting.runs}
     verdicts = {r: v for r, v in _verdicts(summary).items() if r in of_settings}
     word, tone, verdict = _word(list(verdicts.values()))
-    best = max(scored, key=lambda setting: setting.average.value)
+    worst, best = _extremes(scored, "average")
 
     def in_words(setting: _Setting) -> str:
         """The values of a setting as typed: with their key; those of several keys have theirs."""
         value = setting.name.removeprefix("seed ")
         return value if "=" in value else f"{label}={value}"
 
-    worst = min(scored, key=lambda setting: setting.average.value)
-    averages = [(setting.average.value, setting.name) for setting in scored]
-    on_average = f"the average {_range(averages, ' %', ' %')}"
-    numbers = [_number(f"highest average ({in_words(best)})", "%", best.average)]
-    if len(scored) > 1 and _reads_alike(worst.average.value, best.average.value):
+    def named(alike: Sequence[_Setting]) -> str:
+        """The first of settings that read alike as typed, and the number of the others."""
+        return in_words(alike[0]) + _others(alike)
+
+    on_average = f"the average {_range(scored, 'average', ' %', ' %')}"
+    numbers = [_number(f"highest average ({named(best)})", "%", best[0].average)]
+    if len(best) == len(scored) > 1:
         rows = [setting.average for setting in scored]
         numbers = [_number(f"average in all {len(scored)}", "%", *rows)]
     count = f"{len(scored)} {noun_for(len(scored), 'setting')}"
@@ -561,16 +563,15 @@ def _scores_glance(
     ]
     biased = [setting for setting in scored if setting.has_bias]
     if biased:
-        least = min(biased, key=lambda setting: setting.bias.value)
-        most = max(biased, key=lambda setting: setting.bias.value)
-        if _reads_alike(least.bias.value, most.bias.value):
+        least, most = _extremes(biased, "bias")
+        if len(least) == len(biased):
             where = f"in all {len(biased)} that measured it"
             if len(scored) == 1:
-                where = f"({least.name})"
+                where = f"({least[0].name})"
             elif len(biased) == 1:
-                where = f"in the one where it could be measured ({least.name})"
+                where = f"in the one where it could be measured ({least[0].name})"
             biases = (
-                f"the position bias is {100 * least.bias.value:z.1f} points {where}"
+                f"the position bias is {100 * least[0].bias.value:z.1f} points {where}"
             )
             rows = [setting.bias for setting in biased]
             numbers.insert(0, _number(f"position bias {where}", "points", *rows))
@@ -579,13 +580,12 @@ def _scores_glance(
             # A setting that is right everywhere has none to measure: the least measured is not the least.
             if len(biased) < len(scored):
                 quantity = "measured position bias"
-            values = [(setting.bias.value, setting.name) for setting in biased]
-            biases = f"the {quantity} {_range(values, ' points', '')}"
-            least_name = f"least {quantity} ({in_words(least)})"
-            most_name = f"most {quantity} ({in_words(most)})"
+            biases = f"the {quantity} {_range(biased, 'bias', ' points', '')}"
+            least_name = f"least {quantity} ({named(least)})"
+            most_name = f"most {quantity} ({named(most)})"
             numbers = [
-                _number(least_name, "points", least.bias),
-                _number(most_name, "points", most.bias),
+                _number(least_name, "points", least[0].bias),
+                _number(most_name, "points", most[0].bias),
                 *numbers,
             ]
         sentences = [
@@ -596,10 +596,10 @@ def _scores_glance(
         ]
     command, purpose = "", ""
     if "run" in summary:
-        command, purpose = _step_after_sweep(folder, verdicts, worst, best)
+        command, purpose = _step_after_sweep(folder, verdicts, worst[0], best[0])
         if purpose == EXPORT_PURPOSE:
-            purpose = f"{purpose}, of {in_words(best)}"
-            if _is_at_an_end(best, scored):
+            purpose = f"{purpose}, of {in_words(best[0])}"
+            if _are_at_an_end(best, scored):
                 purpose += ", an end of the range that was tried"
     return Glance(
         word,
@@ -637,13 +637,14 @@ def _sample(
     return text
 
 
-def _is_at_an_end(best: _Setting, settings: Sequence[_Setting]) -> bool:
-    """Whether the best of more than two numbers is the smallest or the largest, so that one beyond may be better."""
+def _are_at_an_end(best: Sequence[_Setting], settings: Sequence[_Setting]) -> bool:
+    """Whether the best of more than two numbers are the smallest or the largest, so that one beyond may be better."""
     try:
         values = [float(setting.name) for setting in settings]
     except ValueError:
         return False
-    return len(values) > 2 and float(best.name) in (min(values), max(values))
+    ends = {min(values), max(values)}
+    return len(values) > 2 and ends.issuperset(float(s.name) for s in best)
 
 
 def _step_after_sweep(
@@ -971,6 +972,11 @@ class _Setting(NamedTuple):
         """Whether its position bias could be measured."""
         return self.bias is not None and not pd.isna(self.bias.value)
 
+    @property
+    def rounded_bias(self) -> float:
+        """The position bias without the noise of floating point; infinite where it could not be measured."""
+        return round(self.bias.value, 9) if self.has_bias else math.inf
+
 
 def sweep_table(
     summary: pd.DataFrame, axes: list[str]
@@ -1076,15 +1082,11 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     if not any(setting.average for setting in settings):
         return "Nothing was scored in this sweep."
     parts = []
-    averages = [
-        (setting.average.value, setting.name)
-        for setting in settings
-        if setting.average and not setting.lacks_answers
-    ]
-    if averages:
-        average = f"the average {_range(averages, ' %', ' %')}"
-        if len(averages) > 1:
-            average = f"Over {len(averages)} settings of {label}, {average}"
+    scored = [s for s in settings if s.average and not s.lacks_answers]
+    if scored:
+        average = f"the average {_range(scored, 'average', ' %', ' %')}"
+        if len(scored) > 1:
+            average = f"Over {len(scored)} settings of {label}, {average}"
         parts.append(average)
     # Settings without valid scores are named apart.
     without = [setting.name for setting in settings if setting.lacks_answers]
@@ -1132,10 +1134,10 @@ def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
 
     The list is empty if it was measured in no setting.
     """
-    values = [(s.bias.value, s.name) for s in settings if s.has_bias]
-    if not values:
+    biased = [setting for setting in settings if setting.has_bias]
+    if not biased:
         return []
-    parts = [f"the position bias {_range(values, '', ' points')}"]
+    parts = [f"the position bias {_range(biased, 'bias', '', ' points')}"]
     unmeasured = [
         f"{setting.name} ({tables.cell(setting.bias, '')})"
         for setting in settings
@@ -1177,24 +1179,58 @@ def _reads_alike(first: float, second: float) -> bool:
     return f"{100 * first:z.1f}" == f"{100 * second:z.1f}"
 
 
+def _extremes(
+    settings: Sequence[_Setting], quantity: Literal["average", "bias"]
+) -> tuple[list[_Setting], list[_Setting]]:
+    """The settings with the lowest value of a quantity, and those with the highest.
+
+    Values that read alike are a tie; the setting with the least position bias comes first, and is the one to name.
+
+    Args:
+        settings: Settings in which the quantity was measured.
+        quantity: What is compared.
+    """
+    values = [getattr(setting, quantity).value for setting in settings]
+
+    def tied(extreme: float) -> list[_Setting]:
+        pairs = zip(settings, values, strict=True)
+        alike = [setting for setting, value in pairs if _reads_alike(value, extreme)]
+        return sorted(alike, key=lambda s: s.rounded_bias)
+
+    return tied(min(values)), tied(max(values))
+
+
+def _others(alike: Sequence[_Setting]) -> str:
+    """Return ` and 2 others` behind the name of the first of settings that read alike; empty for one."""
+    count = len(alike) - 1
+    return f" and {count} {noun_for(count, 'other')}" if count else ""
+
+
 def _range(
-    values: Sequence[tuple[float, str]], lowest_unit: str, highest_unit: str
+    settings: Sequence[_Setting],
+    quantity: Literal["average", "bias"],
+    lowest_unit: str,
+    highest_unit: str,
 ) -> str:
-    """Return `runs from 70.0 % (a) to 80.0 % (b)`, the lowest and the highest value.
+    """Return `runs from 70.0 % (a) to 80.0 % (b)`, the lowest and the highest value of a quantity.
 
     Of a single one it is `is 80.0 % (b)`, of several that read alike `is 80.0 % in all 3`.
 
     Args:
-        values: Shares (0..1) with the names of their settings.
+        settings: Settings in which the quantity was measured.
+        quantity: What is compared.
         lowest_unit: Unit after the lowest value, empty where the highest one's is enough.
         highest_unit: Unit after the highest value.
     """
-    lowest, lowest_setting = min(values)
-    highest, highest_setting = max(values)
-    highest_text = f"{100 * highest:.1f}{highest_unit}"
-    highest_part = f"{highest_text} ({highest_setting})"
-    if len(values) == 1:
+    lowest, highest = _extremes(settings, quantity)
+    lowest_text, highest_text = (
+        f"{100 * getattr(alike[0], quantity).value:.1f}{unit}"
+        for alike, unit in ((lowest, lowest_unit), (highest, highest_unit))
+    )
+    highest_part = f"{highest_text} ({highest[0].name}{_others(highest)})"
+    if len(settings) == 1:
         return f"is {highest_part}"
-    if _reads_alike(lowest, highest):
-        return f"is {highest_text} in all {len(values)}"
-    return f"runs from {100 * lowest:.1f}{lowest_unit} ({lowest_setting}) to {highest_part}"
+    if len(highest) == len(settings):
+        return f"is {highest_text} in all {len(settings)}"
+    lowest_part = f"{lowest_text} ({lowest[0].name}{_others(lowest)})"
+    return f"runs from {lowest_part} to {highest_part}"

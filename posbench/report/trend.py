@@ -313,7 +313,8 @@ class _Trend:
             self.findings.append(Finding.untestable(claim, text, note, n))
 
         if self.claims:
-            self.findings.append(self._peak(self.claims, score_curves, n))
+            measured = {number: float(bias[0]) for number, bias in biases.items()}
+            self.findings.append(self._peak(self.claims, score_curves, measured, n))
 
     def _add_rows(
         self,
@@ -404,26 +405,33 @@ class _Trend:
         self.findings.append(finding if self.claims else finding.control())
 
     def _peak(
-        self, claims: SweepClaims, score_curves: Mapping[Any, Array], n: int
+        self,
+        claims: SweepClaims,
+        score_curves: Mapping[Any, Array],
+        biases: Mapping[Any, float],
+        n: int,
     ) -> Finding:
         """Judge whether the number with the best average score lies in the claimed range.
 
         The interval spans all numbers not significantly worse than the best one, and all that are best in some
         bootstrap draw, so it has no width only where all draws agree. There is a verdict only where the numbers
         asked can show one: some in the claimed range and some on either side, and the best one at neither end.
+        Of numbers with the same average the one with the least position bias is given, as where a sweep is printed.
 
         Args:
             claims: The paper's claims; ``best`` is the claimed range.
             score_curves: By number, scores of shape (1 + draws, gold positions), the measured one first.
+            biases: Position bias by number, where it could be measured.
             n: Questions.
         """
         means = np.stack(
             [score_curves[number].mean(-1) for number in self.numbers], axis=-1
         )
-        best = self.numbers[means.argmax(-1)]
         # Of several numbers with the same average all have to lie on one side.
         is_best = np.isclose(means, means.max(-1, keepdims=True), rtol=0, atol=1e-12)
         may_be_best = is_best.any(0) | not_worse_than_best(means)
+        tied = self.numbers[is_best[0]]
+        best = min(tied, key=lambda number: round(biases.get(number, np.inf), 9))
         first, last = claims.best
         is_claimed = (self.numbers >= first) & (self.numbers <= last)
         holds = bool(is_claimed[is_best[0]].all())
@@ -432,12 +440,15 @@ class _Trend:
         p = np.nan
         if np.ptp(means[0]):
             opposing = (is_best[1:] & ~supports).any(-1)
-            p = 2 * (1 + np.count_nonzero(opposing)) / len(best)
+            p = 2 * (1 + np.count_nonzero(opposing)) / len(means)
 
         candidates = self.numbers[may_be_best]
-        estimate = Estimate(best[0], candidates.min(), candidates.max(), n)
+        estimate = Estimate(best, candidates.min(), candidates.max(), n)
         parameter = self.axis.rpartition(".")[2]
-        statistic = f"{parameter} with the best average score{self.subset_note}"
+        statistic = f"{parameter} with the best average score"
+        if len(tied) > 1:
+            statistic += f" (one of {len(tied)} alike)"
+        statistic += self.subset_note
         finding = Finding.tested(holds, claims.peak, statistic, estimate, p)
         gaps = self._gaps_around(first, last)
         if finding.verdict == "not testable":

@@ -217,7 +217,8 @@ def test_sweep_page(tmp_path):
     }
     (tmp_path / "reference.json").write_text(json.dumps([row]))
     page = render_sweep(tmp_path).read_text()
-    assert_names(page, "3 settings", "method.factor", "82.7 % (-1)", "92.7 % (0)")
+    assert_names(page, "3 settings", "method.factor", "92.7 % (0)")
+    assert "82.7 % (-1 and 1 other)" in page
     assert_names(page, "1 raises", "2 cannot be")
     assert (
         "<title>scale_channel on tiny, kv, by method.factor - posbench</title>" in page

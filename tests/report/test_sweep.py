@@ -173,6 +173,27 @@ def test_settings_that_read_alike_share_an_interval_only_where_they_have_one(
     ]
 
 
+def test_of_the_best_settings_alike_the_least_biased_is_named(tmp_path: Path) -> None:
+    """0, 2 and 3 have an average of 70 %, one of them by a sum that rounds to more; 2 has the least bias of them."""
+    curves = [0.9, 0.5, 0.7 + 1e-15], [0.4, 0.4, 0.5], [0.8, 0.6, 0.7], [0.9, 0.6, 0.6]
+    jobs = _scored_jobs(tmp_path, *curves)
+    glance = _glance_of(jobs)
+    best = "highest average (task.pairs=2 and 2 others) 70.0"
+    assert str(glance.numbers[-1]).startswith(best)
+    assert "to 70.0 % (2 and 2 others)" in glance.details
+
+
+@pytest.mark.parametrize(
+    ("best", "at_end"), [("0", True), ("1", False), ("0 2", True), ("0 1", False)]
+)
+def test_the_best_are_at_an_end_if_all_of_them_are(best: str, at_end: bool) -> None:
+    settings = [
+        sweep._Setting(name, [], None, None, None, None, "", "") for name in "012"
+    ]
+    chosen = [setting for setting in settings if setting.name in best.split()]
+    assert sweep._are_at_an_end(chosen, settings) is at_end
+
+
 def test_the_least_measured_bias_is_not_called_the_least(tmp_path: Path) -> None:
     """The last setting is right everywhere, so that it has no bias that could be measured."""
     curves = [0.9, 0.5, 0.9], [0.9, 0.3, 0.9], [1.0, 1.0, 1.0]

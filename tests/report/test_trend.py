@@ -213,6 +213,24 @@ def test_a_best_setting_needs_what_surrounds_it(
     assert note in str(peak["note"])
 
 
+def test_of_equal_averages_the_least_biased_number_is_the_best(tmp_path: Path) -> None:
+    """-1 and 0 answer 60 % each, -1 most at the first positions and 0 the same at all of them."""
+    runs = _runs(tmp_path, 0.0)
+    shares = {-1.0: [0.9, 0.5, 0.5, 0.5], 0.0: [0.6] * 4}
+    for number, (_, path) in zip(NUMBERS, runs, strict=True):
+        rows = RunDir(path).rows("predictions.jsonl")
+        for row in rows:
+            share = shares.get(number, [0.4] * 4)[row["gold_position"]]
+            # Ten questions at each of the four positions.
+            row["scores"] = {
+                "accuracy": float(int(row["id"]) // POSITIONS < 10 * share)
+            }
+        RunDir(path).write_rows("predictions.jsonl", rows)
+    *_, peak = trends(runs, ["method.factor"])[1].itertuples()
+    assert peak.value == 0
+    assert peak.statistic == "factor with the best average score (one of 2 alike)"
+
+
 def test_claims_name_the_channel_that_they_are_asked_of(tmp_path: Path) -> None:
     subjects = {
         3: "the search's channel",
