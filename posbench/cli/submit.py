@@ -120,9 +120,9 @@ def submit(args: list[str]) -> int:
     queue = job_records.queued_jobs()
     # Settings that change no result share a run, which is sent once.
     by_folder: dict[Path, tuple[ComposedConfig, Config]] = {}
-    for composed, config in runs:
-        folder = make_run_folder(config, command).absolute()
-        by_folder.setdefault(folder, (composed, config))
+    folders = [make_run_folder(config, command).absolute() for _, config in runs]
+    for folder, run in zip(folders, runs, strict=True):
+        by_folder.setdefault(folder, run)
     states = {
         folder: _submission_state(folder, config, queue)
         for folder, (_, config) in by_folder.items()
@@ -152,8 +152,9 @@ def submit(args: list[str]) -> int:
         _submit_jobs(runtime.cluster, submission_id, to_submit)
     title = f"{len(to_submit)} of {len(states)} runs submitted as {submission_id}"
     show_lists({title: rows})
-    if len(states) < len(runs):
-        print(same_runs_note(len(runs), len(states)), file=sys.stderr)
+    note = same_runs_note([composed.overrides for composed, _ in runs], folders)
+    if note:
+        print(note, file=sys.stderr)
     outputs = shlex.quote(runtime.outputs)
     print(
         f"next: posbench jobs {outputs}; then: posbench collect {outputs}",

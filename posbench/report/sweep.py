@@ -144,13 +144,14 @@ def summarise(
             text = " ".join(job["overrides"])
             console.print(f"failed: {text} (exit status {job['status']})")
     folders = [Path(job["folder"]) if job["folder"] else None for job in jobs]
-    settings, varied = _distinct_settings([job["overrides"] for job in jobs], folders)
+    overrides = [job["overrides"] for job in jobs]
+    settings, varied = _distinct_settings(overrides, folders)
     if not settings:
         return None
     runs = [(setting, run_folder) for run_folder, setting in settings.items()]
-    num_done = sum(folder is not None for folder in folders)
-    if len(runs) < num_done:
-        console.print(same_runs_note(num_done, len(runs)))
+    note = same_runs_note(overrides, folders)
+    if note:
+        console.print(note, markup=False)
     # Model, method and task are columns of every table already.
     axes = [key for key in varied if key not in METRIC_COLUMNS]
     run_folders = list(settings)
@@ -187,9 +188,44 @@ def summarise(
     return folder
 
 
-def same_runs_note(num_settings: int, num_runs: int) -> str:
-    """Say that several settings are one run."""
-    return f"{num_settings} settings are {num_runs} runs: what else was swept changes no result"
+def same_runs_note(
+    overrides: Sequence[Sequence[str]], runs: Sequence[Path | None]
+) -> str:
+    """Return `5 settings are 4 runs: method.factor=1 and 1.0 are one run`; empty if each setting has a run of its own.
+
+    Args:
+        overrides: Of each job its ``key=value`` arguments.
+        runs: The folder of each job's run, None if it failed.
+    """
+    of_runs: dict[Path, list[dict[str, str]]] = {}
+    for of_job, run in zip(overrides, runs, strict=True):
+        if run:
+            of_runs.setdefault(run, []).append(_values_by_key(of_job))
+    settings = [setting for of_run in of_runs.values() for setting in of_run]
+    if len(settings) == len(of_runs):
+        return ""
+    varied = _varied_keys(settings)
+    equal = list[str]()
+    qualified = list[str]()
+    for of_run in of_runs.values():
+        texts = {}
+        for key in _varied_keys(of_run):
+            values = dict.fromkeys(s.get(key, "(default)") for s in of_run)
+            texts[key] = f"{key}={' and '.join(values)}"
+        equal.append(", ".join(texts.values()))
+        if texts:
+            first = {key: f"{key}={value}" for key, value in of_run[0].items()}
+            of_all = (texts.get(key) or first.get(key) for key in varied)
+            qualified.append(", ".join(filter(None, of_all)))
+    # What is one run under every value of the other keys is named without them.
+    named = equal[:1] if len(set(equal)) == 1 else qualified
+    listed = [f"{text} are one run" for text in named[:MAX_LISTED] if text]
+    if len(named) > MAX_LISTED:
+        listed.append(f"{len(named) - MAX_LISTED} more")
+    count = (
+        f"{len(settings)} settings are {len(of_runs)} {noun_for(len(of_runs), 'run')}"
+    )
+    return ": ".join(filter(None, [count, "; ".join(listed)]))
 
 
 def find_finished_sweep(
@@ -222,17 +258,24 @@ def _distinct_settings(
     of_runs: dict[Path, dict[str, str]] = {}
     of_failed = []
     for of_job, run in zip(overrides, runs, strict=True):
-        # A key that Hydra adds or overrides by force is the same key.
-        pairs = (text.lstrip("+").split("=", 1) for text in of_job if "=" in text)
-        setting = {key: _unquoted(value) for key, value in pairs}
+        setting = _values_by_key(of_job)
         if run:
             of_runs.setdefault(run, setting)
         else:
             of_failed.append(setting)
-    settings = [*of_runs.values(), *of_failed]
+    return of_runs, _varied_keys([*of_runs.values(), *of_failed])
+
+
+def _values_by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """The values that ``key=value`` arguments set; a key that Hydra adds or overrides by force is the same key."""
+    pairs = (text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    return {key: _unquoted(value) for key, value in pairs}
+
+
+def _varied_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys whose values differ between settings."""
     keys = dict.fromkeys(key for setting in settings for key in setting)
-    varied = [key for key in keys if len({s.get(key) for s in settings}) > 1]
-    return of_runs, varied
+    return [key for key in keys if len({s.get(key) for s in settings}) > 1]
 
 
 def _unquoted(value: str) -> str:

@@ -109,6 +109,31 @@ def test_a_setting_whose_answers_are_missing_is_not_drawn() -> None:
     assert "1 of 2 runs: not drawn" in caption
 
 
+@pytest.mark.parametrize(
+    ("jobs", "note"),
+    [
+        ({"method.factor=1": "a", "method.factor=0": "b"}, ""),
+        (
+            {"method.factor=1": "a", "method.factor=0": "b", "method.factor=1.0": "a"},
+            "3 settings are 2 runs: method.factor=1 and 1.0 are one run",
+        ),
+        # The seed changes no result under any value of the other key.
+        (
+            {"k=1 s=1": "a", "k=1 s=2": "a", "k=2 s=1": "b", "k=2 s=2": "b"},
+            "4 settings are 2 runs: s=1 and 2 are one run",
+        ),
+        # It changes none under one of them.
+        (
+            {"k=1 s=1": "a", "k=1 s=2": "a", "k=2 s=1": "b", "k=2 s=2": "c"},
+            "4 settings are 3 runs: k=1, s=1 and 2 are one run",
+        ),
+    ],
+)
+def test_settings_that_are_one_run_are_named(jobs: dict[str, str], note: str) -> None:
+    runs = [Path(run) for run in jobs.values()]
+    assert sweep.same_runs_note([job.split() for job in jobs], runs) == note
+
+
 def _scored_jobs(outputs: Path, *curves: list[float]) -> list[dict[str, Any]]:
     """Jobs over a factor, and their runs, with the scores of the method at three gold positions."""
     jobs = []
