@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -864,7 +865,8 @@ def _render_verdicts(folder: Path, command: str) -> Path:
                 for name in section.header
             ]
     folders = sweep_runs(folder)
-    pictures = _figures_of_experiment(folders)
+    settings = dict(zip(by_setting["run"], by_setting["model"], strict=True))
+    pictures = _figures_of_experiment(folders, settings)
     if pictures:
         text = "More of them are on the pages of the runs."
         sections.insert(0, Section("Figures", text, pictures=pictures))
@@ -884,7 +886,9 @@ def _render_verdicts(folder: Path, command: str) -> Path:
     )
 
 
-def _figures_of_experiment(runs: Sequence[Path]) -> list[tuple[Path, str]]:
+def _figures_of_experiment(
+    runs: Sequence[Path], settings: Mapping[str, str]
+) -> list[tuple[Path, str]]:
     """Return the figures that stand for those of the paper, with captions, as far as a page has room for them.
 
     An experiment names them as ``MODEL/FIGURE``, or as a figure of its first run; without names the first figures of
@@ -892,29 +896,37 @@ def _figures_of_experiment(runs: Sequence[Path]) -> list[tuple[Path, str]]:
 
     Args:
         runs: The runs of a sweep.
+        settings: Model and swept values of each run with findings, by its label.
     """
     files: dict[str, Path] = {}
     captions: dict[Path, str] = {}
     panels: dict[str, Sequence[str]] = {}
+    of_runs = list[list[Path]]()
     for run in runs:
         config = open_run_dir(run).config()
         panels = panels or config_group(config, "experiment").get("panels") or {}
         model = name_in_config(config, "model")
+        setting = settings.get(_run_label(run)) or model
         texts = read_json(run / "figures" / CAPTIONS) or {}
+        of_run = []
         for name, text in texts.items():
             file = run / "figures" / f"{name}.svg"
             if file.is_file():
-                captions[file] = f"{model}: {text}" if model else text
+                captions[file] = f"{setting}: {text}" if setting else text
+                of_run.append(file)
                 files.setdefault(f"{model}/{name}", file)
                 files.setdefault(name, file)
-    names = [(item, name) for item in panels for name in panels[item]]
-    chosen = {}
-    for item, name in names or [("", name) for name in files]:
-        # A model that did not run is replaced by the first one that has the figure.
-        chosen_file = files.get(name) or files.get(name.rpartition("/")[2])
-        if chosen_file and chosen_file not in chosen:
-            caption = captions[chosen_file]
-            chosen[chosen_file] = f"{item}. {caption}" if item else caption
+        of_runs.append(of_run)
+    chosen: dict[Path, str] = {}
+    for item in panels:
+        for name in panels[item]:
+            # A model that did not run is replaced by the first one that has the figure.
+            chosen_file = files.get(name) or files.get(name.rpartition("/")[2])
+            if chosen_file:
+                chosen.setdefault(chosen_file, f"{item}. {captions[chosen_file]}")
+    if not any(panels.values()):
+        in_turn = filter(None, chain.from_iterable(zip_longest(*of_runs)))
+        chosen = {file: captions[file] for file in in_turn}
     pictures = []
     free_bytes = MAX_PICTURES_BYTES
     for file, caption in chosen.items():

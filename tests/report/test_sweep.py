@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -300,6 +301,27 @@ def test_verdicts_name_the_jobs_that_failed(tmp_path: Path) -> None:
     for told in (printed, words):
         assert "Not shown, as failed: 1 job (task=nq)." in told
         assert "1 of 2 jobs failed" in told
+
+
+def test_figures_name_the_setting_of_their_run(tmp_path: Path) -> None:
+    """Two settings of one model draw figures of the same names: each is shown, those of one name side by side."""
+    runs = [tmp_path / f"kv/v001/tiny__{name}" for name in "ab"]
+    for run in runs:
+        (run / "figures").mkdir(parents=True)
+        config = {"model": {"name": "tiny"}}
+        (run / "config.yaml").write_text(json.dumps(config))
+        for name in ("one", "two"):
+            svg = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt" height="9pt"/>'
+            (run / f"figures/{name}.svg").write_text(svg)
+        captions = {"one": "First.", "two": "Second."}
+        (run / "figures/captions.json").write_text(json.dumps(captions))
+    settings = {"v001/tiny__a": "tiny x=1", "v001/tiny__b": "tiny x=2"}
+    assert sweep._figures_of_experiment(runs, settings) == [
+        (runs[0] / "figures/one.svg", "tiny x=1: First."),
+        (runs[1] / "figures/one.svg", "tiny x=2: First."),
+        (runs[0] / "figures/two.svg", "tiny x=1: Second."),
+        (runs[1] / "figures/two.svg", "tiny x=2: Second."),
+    ]
 
 
 def test_a_claim_in_several_settings_is_one_claim(tmp_path: Path) -> None:
