@@ -46,6 +46,7 @@ from posbench.report.glance import (
     EXPORT_PURPOSE,
     TONES,
     findings_glance,
+    gain_glance,
     name_in_commands,
     run_glance,
 )
@@ -70,7 +71,7 @@ from posbench.run.folder import (
     open_undamaged,
     was_rescored,
 )
-from posbench.stats.bootstrap import Estimate
+from posbench.stats.bootstrap import Estimate, with_interval
 from posbench.stats.findings import FINDING_COLUMNS
 from posbench.stats.frames import (
     UNMODIFIED,
@@ -105,8 +106,10 @@ SWEEP_TABLE_NAMES = {
     "attention": "attention_summary",
     "subsets": "subsets_summary",
     "findings": "findings_summary",
+    "held_back": "held_back_summary",
 }
-"""Names of a run's tables in its sweep."""
+"""Names of a run's tables in its sweep; gains on held-back prompts are joined of searches alone."""
+GAINS_FILE = f"{SWEEP_TABLE_NAMES['held_back']}.csv"
 MAX_PICTURES_BYTES = 400_000
 """Size of all figures of runs that the page of their sweep shows."""
 MAX_NAMED_SETTINGS = 4
@@ -163,7 +166,10 @@ def summarise(
         open_undamaged(
             run_folder, only=SWEEP_FILES
         )  # the first may have finished days ago
+    joined = list[str]()
     for run_table, sweep_table_name in SWEEP_TABLE_NAMES.items():
+        if run_table == "held_back" and joined:
+            continue  # scores and claims say more
         files = [
             (setting, run_folder / f"{run_table}.csv")
             for setting, run_folder in runs
@@ -173,7 +179,10 @@ def summarise(
             keys = axes
             if run_table == "findings":  # of these columns they have the model alone
                 keys = [key for key in varied if key not in FINDING_COLUMNS]
+            if run_table == "held_back":  # it has none of these columns
+                keys = varied
             write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, keys))
+            joined.append(run_table)
     _write_experiment(folder, run_folders)
     # A swept number gives a trend, other settings the experiment's contrasts.
     trend, findings = trends(runs, axes)
@@ -293,7 +302,7 @@ def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
 
 
 def _show(folder: Path, console: Console, command: str) -> None:
-    """Print the result of a sweep (its scores, or verdicts if it has no scores), and draw its page.
+    """Print the result of a sweep (its scores, else its verdicts, else the gains of its searches), and draw its page.
 
     Args:
         folder: The sweep's folder, with the tables over all its runs.
@@ -303,11 +312,20 @@ def _show(folder: Path, console: Console, command: str) -> None:
     scores = _read_scores(folder)
     if scores is None:
         findings = read_csv(folder / "findings_summary.csv")
-        if findings is None:
+        gains = read_csv(folder / GAINS_FILE)
+        if findings is not None:
+            glance = _verdicts_glance(folder, findings)
+            console.print(glance.details)
+            show_table(console, *verdict_table(_add_setting_to_model(findings)))
+        elif gains is not None:
+            glance = _searches_glance(folder, gains)
+            if glance.details:
+                console.print(glance.details)
+            header, rows = _gain_table(gains)
+            # The last column names the run, as on the page.
+            show_table(console, header[:-1], [row[:-1] for row in rows])
+        else:
             return
-        glance = _verdicts_glance(folder, findings)
-        console.print(glance.details)
-        show_table(console, *verdict_table(_add_setting_to_model(findings)))
     else:
         glance = scores.glance
         console.print(glance.details)
@@ -422,13 +440,14 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
         The path of report.html.
 
     Raises:
-        UserError: The sweep has neither scores nor verdicts, or a file cannot be read.
+        UserError: The sweep has neither scores nor verdicts nor searches, or a file cannot be read.
     """
     need_files(
         folder,
         "a sweep folder (it holds summary.csv)",
         "summary.csv",
         "findings_summary.csv",
+        GAINS_FILE,
     )
     command = command or RunDir(folder).command
     return _render(folder, command, _read_scores(folder), formats)
@@ -437,11 +456,13 @@ def render_sweep(folder: Path, command: str = "", formats: Iterable[str] = ()) -
 def _render(
     folder: Path, command: str, scores: _Scores | None, formats: Iterable[str] = ()
 ) -> Path:
-    """Draw and write what :func:`render_sweep` does; without ``scores`` the runs judged claims and scored nothing."""
-    if scores is None:
+    """Draw and write what :func:`render_sweep` does; without ``scores`` the runs judged claims, or only searched."""
+    if scores is not None:
+        page = _render_scores(folder, command, scores, formats)
+    elif (folder / "findings_summary.csv").is_file():
         page = _render_verdicts(folder, command)
     else:
-        page = _render_scores(folder, command, scores, formats)
+        page = _render_searches(folder, command)
     link_to_parents(sweep_runs(folder))
     return page
 
@@ -549,15 +570,73 @@ def _verdicts_glance(folder: Path, findings: pd.DataFrame) -> Glance:
         findings: Its findings_summary.csv.
     """
     glance = findings_glance(findings)
-    failed, num_jobs = _failed_jobs(folder)
     return replace(
         glance,
         next=f"posbench report {shlex.quote(str(folder.parents[2]))}",
         purpose="puts the figures of all runs on one page",
         details=" ".join([glance.details, *_job_notes(folder)]),
-        # A verdict of the jobs that are left is not that of the sweep.
-        sample=f"{len(failed)} of {num_jobs} jobs failed" if failed else "",
+        sample=_failed_share(folder),
     )
+
+
+def _failed_share(folder: Path) -> str:
+    """Return `1 of 2 jobs failed`, as a verdict of the others is not that of the sweep; empty if none failed."""
+    failed, num_jobs = _failed_jobs(folder)
+    return f"{len(failed)} of {num_jobs} jobs failed" if failed else ""
+
+
+def _searches_glance(folder: Path, gains: pd.DataFrame) -> Glance:
+    """The first look at a sweep whose runs only searched; its next command is that of the first search that gains.
+
+    Args:
+        folder: The sweep.
+        gains: Its held_back_summary.csv.
+    """
+    words = _gain_words(gains)
+    count = words.count("gains")
+    sentence = (
+        f"On held-back prompts {count} of {len(words)} searches show a gain, "
+        "over the model without what they found."
+    )
+    command, purpose = "", ""
+    for run in sweep_runs(folder):
+        if count and _run_label(run) == gains["run"].iloc[words.index("gains")]:
+            glance = run_glance(run)
+            command, purpose = glance.next, glance.purpose
+    return Glance(
+        f"{count} of {len(words)} gain",
+        "good" if count == len(words) else "open",
+        sentence,
+        next=command,
+        purpose=purpose,
+        details=" ".join(_job_notes(folder)),
+        sample=_failed_share(folder),
+    )
+
+
+def _gain_words(gains: pd.DataFrame) -> list[str]:
+    """The verdict on each search, from rows of held_back_summary.csv."""
+    return [gain_glance(facts, "").word for facts in gains.to_dict("records")]
+
+
+def _gain_table(gains: pd.DataFrame) -> tables.Table:
+    """One row per search: its swept values, the verdict and the gain on held-back prompts.
+
+    Args:
+        gains: Rows of held_back_summary.csv.
+    """
+    swept = list(gains.columns[1 : list(gains.columns).index("measure")])
+    rows = []
+    for word, row in zip(_gain_words(gains), gains.itertuples(), strict=True):
+        numbers = [""] * 3
+        if pd.notna(row.gain):
+            gain = with_interval(row.gain, row.ci_low, row.ci_high)
+            numbers = [gain, f"{row.found:.3g}", f"{row.unmodified:.3g}"]
+        rows.append([word, row.measure, *numbers, str(row.n), str(row.run)])
+    header = ["verdict", "measure", "gain", "found", "unmodified", "n", "run"]
+    settings = gains[swept].astype(str).to_numpy().tolist()
+    cells = [[*setting, *row] for setting, row in zip(settings, rows, strict=True)]
+    return [*swept, *header], cells
 
 
 def _scores_glance(
@@ -883,6 +962,38 @@ def _render_verdicts(folder: Path, command: str) -> Path:
         sections,
         provenance={"command": command},
         runs=folders,
+    )
+
+
+def _render_searches(folder: Path, command: str) -> Path:
+    """Write the page of a sweep whose runs only searched; return its path.
+
+    Args:
+        folder: The sweep's folder, with the table of gains.
+        command: The command line of the sweep.
+
+    Raises:
+        UserError: No search was checked.
+    """
+    gains = read_csv(folder / GAINS_FILE)
+    if gains is None:
+        raise UserError(
+            GAINS_FILE, "no row", "rows of at least one run", "run the sweep first"
+        )
+    runs = sweep_runs(folder)
+    configs = [open_run_dir(run).config() for run in runs]
+    subjects, models, tasks = (
+        [name_in_config(config, group) for config in configs]
+        for group in ("search", "model", "task")
+    )
+    text = "Gain over the model without what was found, paired, with its 95 % interval; each run has the constants."
+    return write_page(
+        folder,
+        title([f"search {name}" for name in subjects], models, tasks),
+        _searches_glance(folder, gains),
+        [Section("Held-back prompts", text, *_gain_table(gains))],
+        provenance={"command": command},
+        runs=runs,
     )
 
 

@@ -20,6 +20,7 @@ from posbench.files.atomic import write_csv
 from posbench.plots.sweep import with_setting
 from posbench.report import sweep
 from posbench.run.folder import JOBS, RunDir
+from posbench.search.held_back import TABLE_COLUMNS, gain_facts
 from posbench.stats import findings
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding
@@ -301,6 +302,37 @@ def test_verdicts_name_the_jobs_that_failed(tmp_path: Path) -> None:
     for told in (printed, words):
         assert "Not shown, as failed: 1 job (task=nq)." in told
         assert "1 of 2 jobs failed" in told
+
+
+def test_searches_alone_are_joined_by_their_gains(tmp_path: Path) -> None:
+    jobs = []
+    gains = {
+        "tiny": gain_facts("loss", [0.5] * 8, [0.9, 1.1] * 4, list("abcdefgh")),
+        "tiny_b": gain_facts("loss", [1.0] * 8, [0.9, 1.1] * 4, list("abcdefgh")),
+        "tiny_c": gain_facts("loss", [1.0] * 2, [0.9, 1.1], list("ab")),
+    }
+    for model, facts in gains.items():
+        run = tmp_path / f"kv/v001/{model}__rope_base__aaaa0001"
+        run.mkdir(parents=True)
+        config = {"model": {"name": model}, "search": {"name": "bases"}}
+        (run / "config.yaml").write_text(json.dumps(config))
+        table = pd.DataFrame([facts], columns=list(TABLE_COLUMNS))
+        write_csv(run / "held_back.csv", table)
+        RunDir(run).seal("posbench")
+        jobs.append({"overrides": [f"model={model}"], "folder": str(run), "status": 0})
+    out = io.StringIO()
+    folder = sweep.summarise(jobs, Console(width=200, file=out), command="posbench -m")
+    assert folder is not None
+    joined = pd.read_csv(folder / "held_back_summary.csv")
+    assert list(joined["model"]) == list(gains)
+    np.testing.assert_allclose(joined["gain"], [0.5, 0, np.nan], atol=1e-9)
+    page = sweep.render_sweep(folder).read_text()
+    words = html.unescape(" ".join(re.sub("<[^>]*>", " ", page).split()))
+    for told in (" ".join(out.getvalue().split()), words):
+        assert "1 of 3 gain" in told
+        assert "tiny gains loss 0.500 [" in told and "0.5 1 8" in told
+        assert "tiny_b cannot tell loss" in told
+        assert "tiny_c not checked loss 2" in told
 
 
 def test_figures_name_the_setting_of_their_run(tmp_path: Path) -> None:
