@@ -143,10 +143,14 @@ def summarise(
     Returns:
         The sweep folder, or None when no job finished.
     """
-    for job in jobs:
-        if not job["folder"]:
-            text = " ".join(job["overrides"])
-            console.print(f"failed: {text} (exit status {job['status']})")
+    failed = [job for job in jobs if not job["folder"]]
+    statuses = {job["status"] for job in failed}
+    if len(failed) == len(jobs) > 1 and len(statuses) == 1:
+        console.print(f"failed: all {len(jobs)} jobs (exit status {statuses.pop()})")
+        return None
+    for job in failed:
+        text = " ".join(job["overrides"])
+        console.print(f"failed: {text} (exit status {job['status']})")
     folders = [Path(job["folder"]) if job["folder"] else None for job in jobs]
     overrides = [job["overrides"] for job in jobs]
     settings, varied = _distinct_settings(overrides, folders)

@@ -356,6 +356,14 @@ def test_figures_name_the_setting_of_their_run(tmp_path: Path) -> None:
     ]
 
 
+def test_a_sweep_whose_jobs_all_failed_says_so_once() -> None:
+    settings = ("task=kv", "task=nq")
+    jobs = [{"overrides": [s], "folder": None, "status": 2} for s in settings]
+    out = io.StringIO()
+    assert sweep.summarise(jobs, Console(file=out), command="posbench -m") is None
+    assert out.getvalue() == "failed: all 2 jobs (exit status 2)\n"
+
+
 def test_a_claim_in_several_settings_is_one_claim(tmp_path: Path) -> None:
     settings = [[f"method={name}", "study.x=1"] for name in ("a", "b", "c")]
     printed, words = _sweep_of_verdicts(tmp_path, settings)
