@@ -35,18 +35,28 @@ from posbench.model.load import (
 )
 from posbench.pipeline.compose import compose_one, compose_record
 from posbench.pipeline.config import Config, check_config
-from posbench.pipeline.constants import applied_or_found, with_constants
 from posbench.pipeline.fit import FitToModel
 from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
-from posbench.report.folder import RUN_AGAIN, read_csv, read_json
+from posbench.report.folder import (
+    RUN_AGAIN,
+    applied_or_found,
+    read_csv,
+    read_json,
+    with_constants,
+)
 from posbench.run.base import Run, load_placed
-from posbench.run.folder import METHOD_FILE, PROVENANCE, find_run, open_undamaged
+from posbench.run.folder import (
+    FOUND_FILE,
+    METHOD_FILE,
+    PROVENANCE,
+    find_run,
+    open_undamaged,
+)
 from posbench.run.method import typed_in_place
 from posbench.run.own_code import config_dir_chosen, import_from, make_importable
 from posbench.search import deploy, held_back
-from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import CANNOT_DO, FIXED, Verdict, run_verdict
 

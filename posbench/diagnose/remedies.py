@@ -38,12 +38,11 @@ from posbench.model.lm import LM
 from posbench.pipeline.arguments import read_flags
 from posbench.pipeline.identity import identity, run_contents
 from posbench.report.folder import read_csv
-from posbench.run.folder import RunDir
+from posbench.run.folder import FOUND_FILE, RunDir
 from posbench.run.lease import owning
 from posbench.run.progress import duration, progress
 from posbench.run.rows import ResumableRows
 from posbench.schema import override_text, required_fields
-from posbench.search.base import FOUND_FILE
 from posbench.stats.verdict import (
     CANNOT_TELL,
     FIXED,

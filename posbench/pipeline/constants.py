@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,9 +13,15 @@ from posbench.files.atomic import short_hash
 from posbench.files.digests import Content, content_keys, read_contents
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
 from posbench.files.sources import Source
-from posbench.report.folder import read_csv, read_json
+from posbench.report.folder import (
+    applied_or_found,
+    read_csv,
+    read_json,
+    with_constants,
+)
 from posbench.run.folder import (
     DONE,
+    FOUND_FILE,
     METHOD_FILE,
     PROVENANCE,
     RunDir,
@@ -27,7 +32,6 @@ from posbench.run.folder import (
     runs_in,
 )
 from posbench.run.method import typed_in_place
-from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
@@ -141,23 +145,6 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     return constants, filled
 
 
-def applied_or_found(
-    node: Mapping[str, Any],
-    applied: Mapping[str, Any] | None,
-    found: Mapping[str, Mapping[str, Any]],
-) -> Mapping[str, Any]:
-    """The constants that a run applied; of one that searched and has not applied its result yet, that result.
-
-    Args:
-        node: The config node of its method.
-        applied: Content of its method.json; None without one.
-        found: Content of its found.yaml, by method; empty without one.
-    """
-    if applied is not None:
-        return applied
-    return {"parts": found} if "parts" in node else found.get(str(node.get("name")), {})
-
-
 def calibration_overlap(constants: RunConstants, task: Task) -> str:
     """Count the questions of a task that were calibration prompts of the search for some constants.
 
@@ -196,33 +183,6 @@ def _text_of_question(example: Example) -> str:
     return "".join(
         example.prompt[end:start] for end, start in zip(ends, starts, strict=True)
     )
-
-
-def with_constants(
-    node: Mapping[str, Any], constants: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a method's config node with other constants, also in the methods that it is composed of.
-
-    Args:
-        node: The node; its name, class and list of parts stay.
-        constants: New values by parameter, those of parts below ``parts`` by name.
-
-    Returns:
-        Lists, dictionaries, strings and numbers only.
-    """
-    fixed_keys = ("name", "_target_", "parts")
-    filled = {
-        key: constants.get(key, value) if key not in fixed_keys else value
-        for key, value in node.items()
-    }
-    if "parts" in node:
-        parts = constants.get("parts", {})
-        filled["parts"] = {
-            name: with_constants(part, parts.get(name, {}))
-            for name, part in node["parts"].items()
-        }
-    # Through JSON, so that tuples become lists as in a recorded config.
-    return json.loads(json.dumps(filled))  # type: ignore[no-any-return]
 
 
 def suggest_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -205,6 +206,50 @@ def config_group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def name_in_config(config: Mapping[str, Any], group: str) -> str:
     """The name of a run's model, task, method, search or study, from its config; empty where it has none."""
     return str(config_group(config, group).get("name") or "")
+
+
+def applied_or_found(
+    node: Mapping[str, Any],
+    applied: Mapping[str, Any] | None,
+    found: Mapping[str, Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """The constants that a run applied; of one that searched and has not applied its result yet, that result.
+
+    Args:
+        node: The config node of its method.
+        applied: Content of its method.json; None without one.
+        found: Content of its found.yaml, by method; empty without one.
+    """
+    if applied is not None:
+        return applied
+    return {"parts": found} if "parts" in node else found.get(str(node.get("name")), {})
+
+
+def with_constants(
+    node: Mapping[str, Any], constants: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a method's config node with other constants, also in the methods that it is composed of.
+
+    Args:
+        node: The node; its name, class and list of parts stay.
+        constants: New values by parameter, those of parts below ``parts`` by name.
+
+    Returns:
+        Lists, dictionaries, strings and numbers only.
+    """
+    fixed_keys = ("name", "_target_", "parts")
+    filled = {
+        key: constants.get(key, value) if key not in fixed_keys else value
+        for key, value in node.items()
+    }
+    if "parts" in node:
+        parts = constants.get("parts", {})
+        filled["parts"] = {
+            name: with_constants(part, parts.get(name, {}))
+            for name, part in node["parts"].items()
+        }
+    # Through JSON, so that tuples become lists as in a recorded config.
+    return json.loads(json.dumps(filled))  # type: ignore[no-any-return]
 
 
 def need_destination(out: Path, is_ours: Callable[[], bool], kind: str) -> None:

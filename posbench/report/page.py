@@ -38,6 +38,7 @@ from posbench.report.text import (
 )
 from posbench.run.folder import (
     AUDIT,
+    FOUND_FILE,
     METHOD_FILE,
     PREDICTIONS,
     PROVENANCE,
@@ -48,7 +49,7 @@ from posbench.run.method import typed_in_place
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back
-from posbench.search.base import FOUND_FILE, Search
+from posbench.search.base import Search
 from posbench.stats.frames import metric_name, rows_at_positions
 from posbench.stats.glance import Glance
 from posbench.stats.verdict import (

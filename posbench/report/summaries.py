@@ -16,12 +16,19 @@ from typing import Any, Literal
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import Row, to_canonical, write_text
+from posbench.files.parse import CORRECT_FILE, Object, read_yaml
 from posbench.late import pd
-from posbench.report.folder import name_in_config
+from posbench.report.folder import (
+    applied_or_found,
+    config_group,
+    name_in_config,
+    with_constants,
+)
 from posbench.run.folder import (
     CONFIG,
     DONE,
     EVALUATE_STAGE,
+    FOUND_FILE,
     MANIFEST,
     METHOD_FILE,
     PROVENANCE,
@@ -49,6 +56,7 @@ SUMMARY_FILES = (
     MANIFEST,
     DONE,
     METHOD_FILE,
+    FOUND_FILE,
     METRICS_FILE,
     FINDINGS_FILE,
     STUDY_FILE,
@@ -92,8 +100,8 @@ class RunSummary:
         started: When the run started, in ISO format; empty where unknown.
         seconds: Wall time.
         names: Names of its model, task, method, search and study, by group; empty where it has none.
-        settings: Settings that can move a number, as an override spells them, by dotted key. In a finished run, null
-            values are replaced by the results of its search.
+        settings: Settings that can move a number, as an override spells them, by dotted key. Of a finished run, the
+            parameters of its method are those that it applied, or that its search found.
         verdict: What a finished run says first, in a word or a few; empty where its tables are of an older version.
         tone: Whether that is ``good``, ``bad`` or ``open``; empty without a verdict.
         verdicts: How a study's claims fared, of a finished run.
@@ -230,13 +238,20 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
         The summary, and the rows of metrics.csv from which its estimates are made; none unless the run is done.
     """
     run = open_run_dir(folder)
-    config = dict[str, Any]()
+    config, config_as_run = dict[str, Any](), dict[str, Any]()
     try:
         tables = [f"{name}.csv" for name in run.read_json(STUDY_FILE).get("tables", ())]
-        read_files = (CONFIG, METRICS_FILE, FINDINGS_FILE, METHOD_FILE, STUDY_FILE)
+        read_files = (
+            CONFIG,
+            METRICS_FILE,
+            FINDINGS_FILE,
+            METHOD_FILE,
+            FOUND_FILE,
+            STUDY_FILE,
+        )
         is_intact = not run.damaged([*read_files, *tables])
         config = run.config()
-        method = run.read_json(METHOD_FILE)
+        config_as_run = read_config_as_run(run)
     except UserError:
         is_intact = False
     status = run.facts(STATUS)
@@ -244,8 +259,7 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
     state = _state(run, status) if is_intact else "damaged"
     is_done = state.startswith("done")
     if is_done:
-        # Parameters that were left open hold what the search found.
-        config = fill_nulls(config, {"method": method})
+        config = config_as_run
     verdict, tone = _first_look(folder) if state == "done" else ("", "")
     summary = RunSummary(
         folder,
@@ -288,23 +302,23 @@ def _state(run: RunDir, status: Mapping[str, Any]) -> ListedState:
 
 
 def read_config_as_run(run: RunDir) -> dict[str, Any]:
-    """The config of a run, with null values replaced by the results of its search.
+    """The config of a run, with the parameters that it applied, or else found, in place of its method's.
 
     Raises:
         UserError: A file is damaged.
     """
-    return fill_nulls(run.config(), {"method": run.read_json(METHOD_FILE)})
-
-
-def fill_nulls(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config in which every null is replaced by the value of its key in ``values``, if there is one."""
-    filled = dict[str, Any]()
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            filled[key] = fill_nulls(value, values.get(key) or {})
-        else:
-            filled[key] = values.get(key) if value is None else value
-    return filled
+    config = run.config()
+    method = config_group(config, "method")
+    if not method:
+        return config
+    applied = run.read_json(METHOD_FILE) or None
+    found: dict[str, Any] = {}
+    file = run.path / FOUND_FILE
+    if applied is None and file.is_file():
+        found = read_yaml(file, dict[str, Object], hint=CORRECT_FILE)
+    # The config has the constants of the model's file, which a search replaces.
+    constants = applied_or_found(method, applied, found)
+    return {**config, "method": with_constants(method, constants)}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:

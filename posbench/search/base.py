@@ -25,7 +25,7 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
-from posbench.run.folder import METHOD_FILE, RunDir
+from posbench.run.folder import FOUND_FILE, METHOD_FILE, RunDir
 from posbench.run.method import typed_in_place
 from posbench.run.proofs import COMPUTATION, computation_digest
 from posbench.schema import Count
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOUND_FILE = "found.yaml"
 SEARCH_ROWS_FILE = "search.jsonl"
 STATE_FILE = "search_state.pt"
 CHECKSUM_BYTES = 32

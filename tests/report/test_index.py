@@ -31,7 +31,7 @@ from posbench.report.index import (
     run_table,
 )
 from posbench.report.summaries import summaries
-from posbench.run.folder import RunDir, find_run, open_run, runs_in
+from posbench.run.folder import RunDir, find_run, open_run, open_run_dir, runs_in
 from posbench.run.lease import owning
 from posbench.schema import override_text
 from posbench.stats.findings import FINDING_COLUMNS
@@ -182,6 +182,38 @@ def test_what_a_search_found_stands_where_the_config_has_nothing(outputs: Path) 
         "dddd0000": {key: "null"},
     }
     assert [*by_hash(outputs, f"{key}=9")] == ["dddd0009"]
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+@pytest.mark.parametrize("is_applied", [True, False], ids=["applied", "found"])
+def test_what_a_run_applied_or_found_replaces_the_constants_of_the_models_file(
+    is_applied: bool, in_list: bool, outputs: Path
+) -> None:
+    """A search that evaluated nothing has no method.json, and found.yaml names the searched method alone."""
+    of_model = {"channel": 15, "factor": -1.0, "last": 1}
+    key = "method.parts.b" if in_list else "method"
+    for channel in (7, 9):
+        result = {"channel": channel, "factor": channel / 14}
+        folder = outputs / f"kv_retrieval/v003/tiny__b__dddd000{channel}"
+        method = {"name": "b", **of_model}
+        ran = {**result, "last": 1, "source": "a search"}
+        if in_list:
+            parts = {"a": {"factor": 3.0}, "b": of_model}
+            method = {"name": "a-b", "parts": parts}
+            ran = {"name": "a-b", "parts": {**parts, "b": ran}}
+        made(folder, method, channel, ran=ran)
+        if not is_applied:
+            (folder / "method.json").unlink()
+            block = {**result, "loss": 0.5, "source": "a search"}
+            (folder / "found.yaml").write_text(yaml.safe_dump({"b": block}))
+            open_run_dir(folder).seal("posbench")
+    found = by_hash(outputs, f"{key}.last=1")
+    assert {name: record["settings"] for name, record in found.items()} == {
+        "dddd0007": {f"{key}.channel": "7", f"{key}.factor": "0.5"},
+        "dddd0009": {f"{key}.channel": "9", f"{key}.factor": str(9 / 14)},
+    }
+    assert [*by_hash(outputs, f"{key}.factor=0.5")] == ["dddd0007"]
+    assert not by_hash(outputs, f"{key}.last=1", f"{key}.factor=-1")
 
 
 def test_states(outputs: Path) -> None:
