@@ -336,15 +336,28 @@ def collect_entries(folder: Path) -> list[Entry]:
 
     Of each experiment: the newest version with an intact run; there the newest sweep if
     it has a page, else the runs of the newest sweep, else the newest runs. Damaged and
-    unfinished runs are left out and named in the entry's ``faults``.
+    unfinished runs are left out and named in the entry's ``faults``. Runs that the sweep of
+    another entry shows, as one over studies does, are left out, too.
     """
     suites: dict[str, list[Path]] = {}
     for run in runs_in(folder):
         suites.setdefault(run.parents[1].name, []).append(run)
-    return [
+    entries = [
         _newest_version(name, suites[name])
         for name in sorted(suites, key=natural_order)
     ]
+    # A sweep over studies or tasks lies beside the runs of the first.
+    elsewhere = {
+        run.path
+        for entry in entries
+        for run in entry.runs
+        if run.path.parents[1].name != entry.name
+    }
+    for index, entry in enumerate(entries):
+        own = {folder for folder in elsewhere if folder.parents[1].name == entry.name}
+        results = [r for r in entry.results if r.folder.resolve() not in own]
+        entries[index] = Entry(entry.name, results, entry.faults)
+    return [entry for entry in entries if entry.results or entry.faults]
 
 
 def natural_order(name: str) -> list[Any]:

@@ -8,13 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from posbench.errors import UserError
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
 from posbench.plots.base import FORMATS
 from posbench.report.collect import Entry, Panel, collect_entries
 from posbench.report.experiments import PAPERS
-from posbench.report.folder import need_destination
+from posbench.report.folder import need_destination, read_csv
 from posbench.report.glance import findings_glance
 from posbench.report.links import PAGE, PageHead, read_head, rebase_links
 from posbench.report.page import figure_size
@@ -72,18 +73,23 @@ def _is_gallery(page: Path) -> bool:
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
-    """Return the gallery's first sentence: numbers of experiments and runs, and of the papers' claims by verdict."""
+    """Return the gallery's first sentence: numbers of experiments, runs and verdicts on claims of the papers."""
+    # Sweeps of two entries may hold the same run.
+    runs = {run.path.resolve() for entry in entries for run in entry.runs}
+    results = {result.folder.resolve() for entry in entries for result in entry.results}
     experiments = noun_for(len(entries), "experiment")
-    num_runs = sum(len(entry.runs) for entry in entries)
-    text = f"{len(entries)} {experiments}, {num_runs} runs."
+    text = f"{len(entries)} {experiments}, {len(runs)} {noun_for(len(runs), 'run')}."
     verdicts = []
-    for entry in entries:
-        findings = entry.findings
-        if len(findings):
+    for folder in runs | results:
+        findings = None
+        # The files of a sweep's runs were not checked.
+        with suppress(UserError):
+            findings = read_csv(folder / "findings.csv")
+        if findings is not None:
             verdicts.append(findings.loc[findings["kind"] == "paper", "verdict"])
     counts = tally_verdicts(pd.concat(verdicts)) if verdicts else ""
     if counts:
-        text += f" Claims of the papers, each on each model: {counts}."
+        text += f" Verdicts on claims of the papers: {counts}."
     return text
 
 

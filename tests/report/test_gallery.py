@@ -246,6 +246,40 @@ def test_every_figure_of_the_newest_runs_is_in_the_page_and_on_disk(many, pictur
     )
 
 
+def test_a_run_that_several_sweeps_show_is_counted_once(
+    tmp_path: Path, picture: Path
+) -> None:
+    """Of a sweep over two studies the runs of the second lie in another suite, where a sweep may hold them, too."""
+    out = tmp_path / "outputs"
+    verdicts = {
+        "a/v001/tiny__1": ["holds", "inconclusive"],
+        "a/v001/tiny__2": ["holds", "holds"],
+        "b/v001/tiny__1": ["contradicted", "holds"],
+        "b/v001/tiny__2": ["inconclusive", "holds"],
+    }
+    runs = []
+    for name, words in verdicts.items():
+        rows = [("tiny", word, f"claim {i}", 1.0) for i, word in enumerate(words)]
+        runs.append(run(out / name, picture, findings=claims(*rows)))
+    sweep_of_both = swept(out / "a/v001/sweep__study__1", picture, runs, ())
+    jobs = json.loads((sweep_of_both / "jobs.json").read_text())
+    for job, folder in zip(jobs, runs, strict=False):
+        job["folder"] = f"old/{folder.relative_to(out).as_posix()}"
+    (sweep_of_both / "jobs.json").write_text(json.dumps(jobs))
+    RunDir(sweep_of_both).seal("posbench -m study=a,b")
+    sentence = "4 runs. Verdicts on claims of the papers: 5 hold, 1 contradicted, 2 inconclusive."
+    page = Page(write_gallery(out))
+    assert f"1 experiment, {sentence}" in page.words
+    single = run(out / "b/v001/tiny__3", picture)
+    page = Page(write_gallery(out))
+    assert f"2 experiments, {sentence.replace('4 runs', '5 runs')}" in page.words
+    assert [entry.runs[-1].path for entry in collect_entries(out)][1:] == [single]
+    # Now the runs of b are those of a sweep of b, too.
+    swept(out / "b/v001/sweep__x__1", picture, runs[2:], ("sweep",))
+    page = Page(write_gallery(out))
+    assert f"2 experiments, {sentence}" in page.words
+
+
 def test_an_entry_begins_with_its_verdict_and_its_copy_leads_to_the_runs(
     many: Path,
 ) -> None:
