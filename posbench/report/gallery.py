@@ -18,7 +18,7 @@ from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_destination, read_csv
 from posbench.report.glance import findings_glance
 from posbench.report.links import PAGE, PageHead, read_head, rebase_links
-from posbench.report.page import figure_size
+from posbench.report.page import VERDICT_RULE, figure_size
 from posbench.report.tables import latex
 from posbench.report.template import render_html
 from posbench.report.text import tally_verdicts
@@ -60,6 +60,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
                 (HEADINGS[paper], group) for paper, group in groups.items() if group
             ],
             sentence=_sentence(entries),
+            verdict_rule=VERDICT_RULE,
         )
         write_text(root / PAGE_FILE, text)
     return page

@@ -50,6 +50,7 @@ from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.search.base import Search
+from posbench.stats.findings import ALPHA
 from posbench.stats.frames import metric_name, rows_at_positions
 from posbench.stats.glance import Glance
 from posbench.stats.verdict import (
@@ -63,8 +64,8 @@ from posbench.studies.base import read_study
 
 VERDICT_RULE = (
     "A claim holds where its whole 95 % interval passes the smallest effect worth naming (holds if), is "
-    "contradicted where it stays below, and is else inconclusive; p is adjusted for the claims that were "
-    "tested together."
+    "contradicted where it stays below, and is else inconclusive, as is every claim whose p is above "
+    f"{ALPHA:g}; p is adjusted for the claims that were tested together."
 )
 PIXELS_PER_POINT = 132 / 72
 """Scale of figures on a page: all letters have one size, and the widest fills the page."""

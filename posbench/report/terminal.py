@@ -24,6 +24,7 @@ from posbench.report.text import (
 )
 from posbench.run.folder import METHOD_FILE, open_run_dir
 from posbench.search import held_back
+from posbench.stats.findings import ALPHA
 from posbench.stats.frames import metric_name
 
 FINAL_INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
@@ -32,7 +33,7 @@ WORD_OR_LIST = re.compile(r"\[.*\](?!\S)|\S+")
 """Parts of a cell that are not broken: words, intervals, lists of numbers."""
 INTERVAL_RULE = (
     "In brackets: 95 % intervals. A claim holds where its whole interval does, "
-    "and is contradicted where none of it does."
+    f"and is contradicted where none of it does; it is inconclusive where its p (Holm) is above {ALPHA:g}."
 )
 """Line below verdicts."""
 MAX_SUBSETS = 24

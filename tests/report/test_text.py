@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +16,7 @@ from posbench.files.atomic import write_csv
 from posbench.report.console import fit_columns, line_length
 from posbench.report.folder import read_csv
 from posbench.report.glance import findings_glance
+from posbench.report.page import VERDICT_RULE
 from posbench.report.tables import (
     bias_table,
     findings_table,
@@ -335,6 +338,23 @@ def test_claims_of_several_models_name_them(tmp_path: Path) -> None:
     for name in names:
         assert f"holds {name}: A claim: a share" in told
     assert verdict_table(table)[1] == [["holds", "A claim", "; ".join(names)]]
+
+
+def test_the_rule_beside_verdicts_says_what_the_correction_does(tmp_path: Path) -> None:
+    """Two intervals above zero with p of 0.03: twice that, the smallest adjusted one, decides neither claim."""
+    effect = Estimate(1.0, 0.5, 1.5, 50)
+    claims = [
+        replace(Finding.above(name, "a share", effect, 0), p=0.03) for name in "AB"
+    ]
+    corrected = findings.correct_findings(claims)
+    assert [finding.verdict for finding in claims] == ["holds"] * 2
+    assert [finding.verdict for finding in corrected] == ["inconclusive"] * 2
+    write_csv(tmp_path / "findings.csv", findings.findings_table(corrected, "tiny"))
+    out = StringIO()
+    show_findings(tmp_path, Console(file=out, width=120))
+    said = " ".join(out.getvalue().split())
+    for rule in (said.partition("In brackets")[2], VERDICT_RULE):
+        assert re.search(r"inconclusive[^;]*\bp [^;]*above 0\.05", rule), rule
 
 
 def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> None:
