@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import re
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +14,11 @@ from posbench.late import has_torch, torch
 
 if sys.platform != "win32":
     import resource
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+"""Where Linux is told to count the peak of resident memory anew."""
+_peak_before_reset = 0
+"""Bytes."""
 
 
 def describe_hardware() -> str:
@@ -48,8 +56,33 @@ def peak_memory() -> dict[str, int]:
     if sys.platform != "win32":  # the standard library has no such call there
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        peaks["resident"] = unit_bytes * usage.ru_maxrss
+        peak = unit_bytes * usage.ru_maxrss
+        peaks["resident"] = max(peak, _peak_before_reset)
     if has_torch() and torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count())
         peaks["cuda"] = sum(torch.cuda.max_memory_allocated(i) for i in devices)
     return peaks
+
+
+def reset_resident_peak() -> bool:
+    """Count the peak of resident memory anew, for :func:`resident_peak`; False where the kernel cannot."""
+    global _peak_before_reset
+    earlier = peak_memory().get("resident", 0)
+    try:
+        # Freed memory that the allocator keeps would count for whatever is measured next.
+        with suppress(AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    _peak_before_reset = earlier
+    return True
+
+
+def resident_peak() -> int | None:
+    """The peak of this process's resident memory since the last reset, in bytes; None where the kernel does not say."""
+    with suppress(OSError):
+        text = CLEAR_REFS.with_name("status").read_text("utf-8")
+        peak = re.search(r"VmHWM:\s+(\d+) kB", text)
+        return 1024 * int(peak[1]) if peak else None
+    return None

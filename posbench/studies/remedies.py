@@ -15,6 +15,7 @@ from annotated_types import MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
+from posbench.files.hardware import reset_resident_peak, resident_peak
 from posbench.late import Figure, pd, torch
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
@@ -231,24 +232,28 @@ class Remedies(TimingStudy):
     def _costs(
         self, run: Run, asked: Sequence[Example], methods: Mapping[str, Method]
     ) -> dict[str, Row]:
-        """Time, tokens and, on a GPU, memory of the timed ones of the examples under each method, by its name."""
+        """Time, tokens and peak memory of the timed ones of the examples under each method, by its name.
+
+        Memory is that of the process, or on a GPU that of its tensors; None where neither is known.
+        """
         examples = evenly_spaced(asked, self.timed)
         encoded = run.prompts.encode(examples)
         device = run.lm.device
         tokens: dict[str, float] = {}
-        memory: dict[str, float] = {}
+        memory: dict[str, float | None] = {}
 
         def ask(name: str) -> list[str]:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
+            # The round that warms up measures memory: to give some back takes time.
+            is_counted = name not in memory and _reset_peak(device)
+            memory.setdefault(name, None)
             before = run.lm.tokens_read + run.lm.tokens_written
             # A new plan each time: one that is kept would find its prefills in memory.
             plan = plan_replies([Subject(run, name, methods[name])], encoded, examples)
             rows = [row for batch in plan.batches for row in plan.answer(batch)]
             read = run.lm.tokens_read + run.lm.tokens_written - before
             tokens[name] = read / len(examples)
-            if device.type == "cuda":
-                memory[name] = torch.cuda.max_memory_allocated(device) / 1e9
+            if is_counted:
+                memory[name] = _peak_gigabytes(device)
             return [str(row.get("output", "")) for row in rows]
 
         ways = {name: partial(ask, name) for name in methods}
@@ -265,7 +270,7 @@ class Remedies(TimingStudy):
                 "time_low": row["ratio_min"],
                 "time_high": row["ratio_max"],
                 "tokens": tokens[row["way"]],
-                "memory_gb": memory.get(row["way"]),
+                "memory_gb": memory[row["way"]],
             }
             for row in timed
         }
@@ -359,9 +364,16 @@ class Remedies(TimingStudy):
             "of the rounds. Without a position bias, a remedy is right, or wrong, nearly everywhere, or too few "
             "questions were asked to tell."
         )
+        header: Sequence[str] = HEADER
+        memory = ranked["memory_gb"]
+        if memory.notna().any():
+            text += " Peak memory: of the process, or on a GPU of its tensors."
+            header = (*HEADER, "peak memory (GB)")
+            for cells, value in zip(rows, memory, strict=True):
+                cells.append("" if np.isnan(value) else f"{value:.3g}")
         sections = [Section("Left out", "", ("method", "reason"), left_out)]
         if rows:
-            sections.insert(0, Section("Remedies", text, HEADER, rows, figures))
+            sections.insert(0, Section("Remedies", text, header, rows, figures))
         return sections
 
     def figures(self, tables: Tables) -> Drawn:
@@ -376,6 +388,22 @@ class Remedies(TimingStudy):
             "worse than it, and than which no other is both better and cheaper."
         )
         return {"remedies": (_draw(drawn), caption)}
+
+
+def _reset_peak(device: torch.device) -> bool:
+    """Count the peak of memory anew; False where it cannot be known."""
+    if device.type != "cuda":
+        return reset_resident_peak()
+    torch.cuda.reset_peak_memory_stats(device)
+    return True
+
+
+def _peak_gigabytes(device: torch.device) -> float | None:
+    """The peak of memory since it was counted anew; None where it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    peak = resident_peak()
+    return None if peak is None else peak / 1e9
 
 
 def _rewritten(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from posbench.files.hardware import peak_memory
+from posbench.files import hardware
+from posbench.files.hardware import peak_memory, reset_resident_peak, resident_peak
 
 
 @pytest.mark.skipif(
@@ -18,6 +19,29 @@ def test_resident_memory_is_the_kernels_high_water_mark() -> None:
     before = peak_memory()["resident"]
     told = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert 0.95 * before <= int(told[0]) * 1024 <= 1.05 * peak_memory()["resident"]
+
+
+@pytest.mark.skipif(not hardware.CLEAR_REFS.is_file(), reason="the kernel cannot")
+def test_a_peak_counted_anew_is_that_of_what_follows() -> None:
+    """The peak of the run, which is printed in its end, stays that of all its work."""
+    size = 300_000_000
+    assert reset_resident_peak()
+    before = resident_peak()
+    block = bytearray(size)
+    high = resident_peak()
+    assert before is not None and high is not None and high >= before + 0.9 * size
+    del block
+    assert reset_resident_peak()
+    low = resident_peak()
+    assert low is not None and low <= high - 0.9 * size
+    assert peak_memory()["resident"] >= 0.95 * high
+
+
+def test_where_the_kernel_counts_no_peak_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hardware, "CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
+    assert not reset_resident_peak() and resident_peak() is None
 
 
 def test_gpus_count_together_and_only_where_they_are_used(

@@ -13,9 +13,11 @@ import pandas as pd
 import pytest
 import scipy.stats
 
+from posbench.files import hardware
 from posbench.stats import bootstrap
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.remedies import (
+    COLUMNS,
     Remedies,
     _front,
     _time_in_words,
@@ -72,6 +74,25 @@ def test_numbers_are_those_of_the_rows(
     # What stands in the prompt twice is read twice.
     tokens = table["tokens"].replace("", np.nan).astype(float)
     assert 1.8 * tokens["none"] < tokens["documents_twice"] < 2.1 * tokens["none"]
+    memory = pd.read_csv(folder / "remedies.csv").set_index("method")["memory_gb"]
+    is_known = hardware.reset_resident_peak()
+    assert (memory[[*scores]].between(0.1, 10) if is_known else memory.isna()).all()
+    assert ("peak memory (GB)" in page) == is_known
+
+
+def test_memory_has_a_column_where_it_is_known() -> None:
+    row: dict[str, object] = dict.fromkeys(COLUMNS, 1.0)
+    rows = [
+        row
+        | {"method": name, "changes": "", "verdict": "helps", "memory_gb": gigabytes}
+        for name, gigabytes in (("a", 0.5277), ("b", None))
+    ]
+    (known, _) = Remedies().sections({"remedies": pd.DataFrame(rows)}, {})
+    assert known.header[-1] == "peak memory (GB)"
+    assert [cells[-1] for cells in known.rows] == ["0.528", ""]
+    (unknown, _) = Remedies().sections({"remedies": pd.DataFrame(rows[1:])}, {})
+    assert "memory" not in " ".join(unknown.header) + unknown.text
+    assert len(unknown.rows[0]) == len(unknown.header) == len(known.header) - 1
 
 
 def test_where_every_remedy_lacks_answers_they_are_not_said_not_to_fit() -> None:
