@@ -46,6 +46,7 @@ from posbench.run.folder import (
     PREDICTIONS,
     PROVENANCE,
     REDRAWN_FILES,
+    STATUS,
     RunDir,
     find_run,
     is_run,
@@ -319,17 +320,21 @@ def _rescore_run(run: RunDir) -> None:
     Raises:
         UserError: The run is not finished, or its rows are damaged.
     """
-    rewritten = (*REDRAWN_FILES, *evaluate.SCORE_TABLES)
+    rewritten = (*REDRAWN_FILES, *evaluate.RESCORED_FILES)
+    made_again = (*REDRAWN_FILES, *evaluate.SCORE_TABLES)
     with owning(run.path):
-        open_undamaged(run.path, rewritten)
+        # One that was stopped had written some of its files; each row of the predictions has a checksum.
+        goes_on = run.is_rescore_unfinished
+        open_undamaged(run.path, (*rewritten, STATUS) if goes_on else made_again)
         raw = run.config("task", "model", "runtime")
         _refuse_study("DIR", run, raw)
         rows = run.rows(PREDICTIONS)
         torn = run.num_torn_rows(PREDICTIONS)
-        if torn or not rows or not run.done:
+        is_finished = run.done or goes_on
+        if torn or not rows or not is_finished:
             allowed = f"a finished run with the stage evaluate and undamaged rows (damaged: {torn})"
             hint = "repeat its command with evaluate in stages=[...]"
-            if not run.done:
+            if not is_finished:
                 hint = f"go on with it: posbench resume {shlex.quote(str(run.path))}"
             raise UserError("DIR", str(run.path), allowed, hint)
         make_importable(run)
@@ -338,7 +343,7 @@ def _rescore_run(run: RunDir) -> None:
         need_same_contents(task.files(), run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
         page = render_run(run.path)
-        run.renew((*rewritten, PREDICTIONS))
+        run.renew(rewritten)
     print(f"{changed} of {len(rows)} scores changed; {page}")
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ RESCORED = "rescored"
 """Field of the record of the predictions: whether ``posbench rescore`` changed scores."""
 JOBS = "jobs.json"
 """List of the jobs of a sweep: it marks a sweep's folder, as :data:`CONFIG` marks a run's."""
+RESCORING = ".rescoring"
+"""Marks a run that ``posbench rescore`` began to write to. Hidden, so no part of its results."""
 SUBMITTED = ".submitted.json"
 """A list of the times that the run was submitted. Hidden, so no part of its results."""
 ROWS = ".jsonl"
@@ -262,11 +265,29 @@ class RunDir:
         checksums = {name: self._file_checksum(name) for name in self._file_stamps()}
         self._seal(command, checksums)
 
+    def begin_rescore(self) -> None:
+        """Take away DONE, with a mark of why; once the run is sealed again, the mark goes."""
+        # Without a manifest, of an earlier version, no change of a file is noticed.
+        if self.done and self.facts(MANIFEST):
+            write_text(self.path / RESCORING, "posbench rescore writes to this run\n")
+            (self.path / DONE).unlink()
+
+    @property
+    def is_rescore_unfinished(self) -> bool:
+        """Whether ``posbench rescore`` began to write to the run and has not ended."""
+        return (self.path / RESCORING).is_file() and not self.done
+
+    @property
+    def rescore_command(self) -> str:
+        """The command that scores the run again."""
+        return f"posbench rescore {shlex.quote(str(self.path))}"
+
     def _seal(self, command: str, checksums: Mapping[str, str]) -> None:
         # Killed in between, a folder without DONE is unfinished; one whose manifest DONE denies is damaged.
         (self.path / DONE).unlink(missing_ok=True)
         self.write_facts(MANIFEST, {"command": command, "files": checksums})
         write_text(self.path / DONE, f"{self._file_checksum(MANIFEST)}\n")
+        (self.path / RESCORING).unlink(missing_ok=True)
 
     def renew(self, changed: Sequence[str]) -> None:
         """Renew the recorded checksums of files that a verb wrote, and the manifest; those of all other files stay.
@@ -284,11 +305,13 @@ class RunDir:
         has_status = bool(self.facts(STATUS))
         if not has_status and not manifest:
             return  # of an earlier version: nothing is recorded
+        # Only the end of a rescore seals the run that it began to write to.
+        stays_open = self.is_rescore_unfinished and PREDICTIONS not in changed
         # Without DONE a process killed here leaves an unfinished run, not a wrong one.
         (self.path / DONE).unlink(missing_ok=True)
         if has_status:  # a sweep has a manifest alone
             self.write_facts(STATUS, status)
-        if manifest:
+        if manifest and not stays_open:
             rewritten = (*prefixes, STATUS)
             checksums = {
                 name: checksum
@@ -382,6 +405,7 @@ class RunDir:
         stage_records = self._records_to_keep(stages, recorded_stages, damaged)
         config_checksum = hashlib.sha256(text.encode()).hexdigest()
         stage_records["config"] = {"files": {CONFIG: config_checksum}}
+        (self.path / RESCORING).unlink(missing_ok=True)  # the stages score again
         # Written before files are removed, so that a killed process leaves a consistent record.
         new_status = {
             "state": "running",
@@ -702,10 +726,15 @@ def open_undamaged(
         only: Names of the files to check; None: all.
 
     Raises:
-        UserError: It is no run folder, or files are damaged; the hint is the command that makes them again.
+        UserError: It is no run folder, files are damaged, or a rescore of it has not ended; the hint is the command
+            to run next.
     """
     run = open_run(folder)
     prefixes = tuple(made_again)
+    if run.is_rescore_unfinished and PREDICTIONS not in prefixes:
+        allowed = "a scored run: posbench rescore was stopped before its end"
+        hint = f"go on with it: {run.rescore_command}"
+        raise UserError("DIR", str(folder), allowed, hint)
     damaged = [name for name in run.damaged(only) if not name.startswith(prefixes)]
     if damaged:
         listed = ", ".join(damaged[:MAX_LISTED_FILES])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,12 @@ import torch
 
 from posbench.files.atomic import Row
 from posbench.model.lm import LM
-from posbench.run.folder import PREDICTIONS, open_run_dir
+from posbench.run.folder import PREDICTIONS, open_run_dir, open_undamaged
 from posbench.run.lease import owning
 from posbench.tasks.kv_retrieval import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.kills import Kills, loaded_once
-from tests.messages import assert_line_names, assert_refused
+from tests.messages import assert_line_names, assert_refused, refused
 
 RESULTS = ("metrics.csv", "search.csv", "channels.csv", "attention.csv", "found.yaml")
 
@@ -384,6 +386,77 @@ def test_a_rescored_run_moves_the_sweeps_that_it_belongs_to(
     assert sorted(values.nunique() == 1) == [False, True]
     result = posbench("rescore", str(summary.parent), verb=True)
     assert result.status == 0 and "of 2 runs" not in result.out
+
+
+def test_a_rescore_that_was_stopped_can_be_repeated(
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped in front of some file that it writes; until then other verbs name the command that goes on."""
+    few = ["task.limit=2", "search.strings=4", "stages=[search,evaluate]"]
+    assert posbench(*small, *few).status == 0
+    folder = _only(outputs)
+    made = shutil.copytree(folder, outputs.parent / "made")
+    monkeypatch.setattr(KVRetrieval, "score", lambda *args: {"accuracy": 0.5})
+    assert posbench("rescore", str(folder), verb=True).status == 0
+    assert open_run_dir(folder).damaged() == []
+    wanted = _whole(folder)
+    assert wanted["found.yaml"] != (made / "found.yaml").read_bytes(), "its verdict"
+
+    replace = os.replace
+    for name in ("metrics.csv", "found.yaml", "report.html", "DONE"):
+        shutil.rmtree(folder)
+        shutil.copytree(made, folder)
+
+        def stops(scratch: Path, file: Path) -> None:
+            if file == folder / name:  # noqa: B023
+                raise KeyboardInterrupt
+            replace(scratch, file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", stops)
+            assert posbench("rescore", str(folder), verb=True).status == 130
+        with refused("DIR", str(folder), hint=f"posbench rescore {folder}"):
+            open_undamaged(folder)
+        again = posbench("rescore", str(folder), verb=True)
+        assert again.status == 0, again.err
+        assert _whole(folder) == wanted, name
+
+
+def test_a_run_goes_on_where_its_rescore_was_stopped(
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = ["task.limit=2", "stages=[evaluate]", "method=none"]
+    assert posbench(*small, *few).status == 0
+    folder = _only(outputs)
+    names = ("metrics.csv", PREDICTIONS)
+    before = {name: (folder / name).read_bytes() for name in names}
+
+    def stops(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVRetrieval, "score", lambda *args: {"accuracy": 0.5})
+        patch.setattr("posbench.cli.verbs.render_run", stops)
+        assert posbench("rescore", str(folder), verb=True).status == 130
+    assert (folder / PREDICTIONS).read_bytes() != before[PREDICTIONS]
+    assert posbench(*small, *few).status == 0
+    assert {name: (folder / name).read_bytes() for name in names} == before
+    assert posbench("show", str(folder), verb=True).status == 0
+
+
+def _whole(folder: Path) -> dict[str, bytes]:
+    """Content of every file of a folder by name, hidden ones included, but for the lock."""
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and not file.name.startswith("lock.")
+    }
 
 
 def test_a_task_without_scores_rescores_nothing(

@@ -26,7 +26,7 @@ from posbench.run.plan import subjects
 from posbench.run.replies import plan_replies, scored_replies
 from posbench.run.reply_rows import prompt_columns, prompt_digest, rescored_row
 from posbench.run.stop import StopRules
-from posbench.search.base import note_verdict
+from posbench.search.base import FOUND_FILE, note_verdict
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import is_scorable
 from posbench.stats.position_bias import CurveIntervals
@@ -43,6 +43,8 @@ FILE = PREDICTIONS
 """The rows of this stage; each stage with rows calls their file so."""
 SUBSETS_FILE = "subsets.csv"
 SCORE_TABLES = (METRICS_FILE, SUBSETS_FILE)
+RESCORED_FILES = (*SCORE_TABLES, PREDICTIONS, FOUND_FILE)
+"""Files that :func:`rescore` writes."""
 SUBMISSION = "submission"
 """Folder of the files for a benchmark's leaderboard, by method."""
 
@@ -294,7 +296,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     """Score the saved outputs again, without a model.
 
     Where scores change, the run is marked first: their code may differ from its version's, so that no other run
-    copies them, and a repeated command makes them again.
+    copies them, and a repeated command makes them again. A finished run is unfinished until it is sealed again.
 
     Args:
         task: The task.
@@ -323,6 +325,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     if not any(map(is_scorable, valid_rows)):
         allowed = "a task that scores the replies of the run"
         raise UserError("task", task.name, allowed, "give its score() a value again")
+    out.begin_rescore()
     if num_changed:
         # Without a key no other run copies these rows.
         out.mark(PREDICTIONS, key=None, **{RESCORED: True})
