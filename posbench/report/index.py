@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,7 +25,8 @@ from posbench.report.summaries import (
     RunSummary,
     summaries,
 )
-from posbench.run.folder import CONFIG, open_run_dir, runs_in
+from posbench.run.folder import RUN_MARKS, RunDir, open_run_dir, runs_in
+from posbench.run.lease import in_use
 from posbench.run.progress import duration
 from posbench.stats import outcomes
 from posbench.stats.findings import estimate_columns
@@ -141,9 +143,15 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
     if not outputs.is_dir():
         hint = "make a first run: posbench; or name other outputs: --outputs DIR"
         raise UserError("--outputs", str(outputs), "a folder that holds runs", hint)
-    folders = [folder for folder in runs_in(outputs) if (folder / CONFIG).is_file()]
+    folders = [
+        folder
+        for folder in runs_in(outputs)
+        if any((folder / mark).is_file() for mark in RUN_MARKS)
+    ]
     runs: Sequence[RunSummary] = sorted(
-        summaries(folders), key=lambda run: run.started, reverse=True
+        map(_without_lost_results, summaries(folders)),
+        key=lambda run: run.started,
+        reverse=True,
     )
     for text in filters:
         runs = _filter(runs, text, outputs)
@@ -162,6 +170,32 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
             }
         )
     return rows
+
+
+def _without_lost_results(run: RunSummary) -> RunSummary:
+    """Return a summary, without its results where files of the run are missing, added or of another size.
+
+    A summary is made from some of the files alone.
+    """
+    out = RunDir(run.folder)
+    state = run.state
+    if out.done:
+        # Whoever owns it may be drawing its page again.
+        if state == "done" and out.resized() and not in_use(run.folder):
+            state = "damaged"
+    elif state == "done" or out.is_rescore_unfinished:
+        state = "running" if in_use(run.folder) else "killed"
+    if state == run.state:
+        return run
+    return replace(
+        run,
+        state=state,
+        verdict="",
+        tone="",
+        verdicts="",
+        estimates={**dict.fromkeys(run.estimates), "note": ""},
+        window_share=None,
+    )
 
 
 def suggest_filter(filters: Sequence[str], runs: Sequence[Record]) -> str:
@@ -603,8 +637,12 @@ def next_step(records: Sequence[Record]) -> str:
             name += ", the fixed run with the least bias"
         folder = Path(record["folder"])
         if state in RESUMED:
-            command = open_run_dir(folder).command
+            run = open_run_dir(folder)
+            command = run.command
             purpose = RESUMED[state]
+            if run.is_rescore_unfinished:
+                command = run.rescore_command
+                purpose = "goes on where the rescore was stopped"
             if state == "mixed" and command:
                 command = f"remove {folder}, then {command}"
         elif state == "done" and record["verdict"]:

@@ -40,6 +40,8 @@ METHOD_FILE = "method.json"
 """The method under test with its parameters, in a run folder."""
 FOUND_FILE = "found.yaml"
 """The parameters that a search found, by method."""
+SIZES = "sizes"
+"""Field of the manifest: bytes by file name; manifests of earlier versions lack it."""
 DONE = "DONE"
 OTHER_HARDWARE = "other_hardware"
 """Field of the provenance: further machines that made rows; rows agree with the first machine's up to rounding."""
@@ -66,6 +68,8 @@ REDRAWN_FILES = ("figures/", "report.html")
 """Files that ``posbench report`` makes again from the others."""
 DIGITS_OF = {"usd": 6}
 """Decimals of the amounts spent by a stage, where they are more than two."""
+RUN_MARKS = (CONFIG, STATUS, PROVENANCE)
+"""Files of which a run has each, and a sweep has none."""
 MAX_LISTED_RUNS = 8
 MAX_LISTED_FILES = 4
 
@@ -260,10 +264,11 @@ class RunDir:
     def seal(self, command: str) -> None:
         """Write the manifest, and last DONE, which holds the manifest's checksum.
 
-        The manifest holds a checksum of every file, and the command that makes them.
+        The manifest holds checksum and size of every file, and the command that makes them.
         """
-        checksums = {name: self._file_checksum(name) for name in self._file_stamps()}
-        self._seal(command, checksums)
+        sizes = self._file_sizes()
+        checksums = {name: self._file_checksum(name) for name in sizes}
+        self._seal(command, checksums, sizes)
 
     def begin_rescore(self) -> None:
         """Take away DONE, with a mark of why; once the run is sealed again, the mark goes."""
@@ -282,10 +287,13 @@ class RunDir:
         """The command that scores the run again."""
         return f"posbench rescore {shlex.quote(str(self.path))}"
 
-    def _seal(self, command: str, checksums: Mapping[str, str]) -> None:
+    def _seal(
+        self, command: str, checksums: Mapping[str, str], sizes: Mapping[str, int]
+    ) -> None:
         # Killed in between, a folder without DONE is unfinished; one whose manifest DONE denies is damaged.
         (self.path / DONE).unlink(missing_ok=True)
-        self.write_facts(MANIFEST, {"command": command, "files": checksums})
+        facts = {"command": command, "files": checksums, SIZES: sizes}
+        self.write_facts(MANIFEST, facts)
         write_text(self.path / DONE, f"{self._file_checksum(MANIFEST)}\n")
         (self.path / RESCORING).unlink(missing_ok=True)
 
@@ -318,10 +326,14 @@ class RunDir:
                 for name, checksum in manifest["files"].items()
                 if not name.startswith(rewritten)
             }
-            for name in self._file_stamps():
+            sizes = self._file_sizes()
+            for name in sizes:
                 if name.startswith(rewritten):
                     checksums[name] = self._file_checksum(name)
-            self._seal(str(manifest["command"]), checksums)
+            for name, size in manifest.get(SIZES, {}).items():
+                if not name.startswith(rewritten):
+                    sizes[name] = size
+            self._seal(str(manifest["command"]), checksums, sizes)
 
     def damaged(self, only: Sequence[str] | None = None) -> list[str]:
         """Return the names of files that changed since the run wrote them.
@@ -373,12 +385,33 @@ class RunDir:
         """
         if only is not None:
             return self._differing({name: checksums.get(name, "") for name in only})
-        added = [
+        added = self._added(checksums, self._file_stamps())
+        return [*self._differing(checksums), *added]
+
+    def resized(self) -> list[str]:
+        """Return the names of files that are missing, added or of another size than in the manifest.
+
+        It reads no file but the manifest, so it is quick enough for each of a long list of runs.
+        """
+        manifest = self.facts(MANIFEST)
+        recorded = manifest.get(SIZES, {})  # empty in an earlier version's
+        checksums = manifest.get("files", {})
+        sizes = self._file_sizes()
+        changed = [
             name
-            for name in self._file_stamps()
+            for name in checksums
+            if name not in sizes or sizes[name] != recorded.get(name, sizes[name])
+        ]
+        return [*changed, *self._added(checksums, sizes)]
+
+    @staticmethod
+    def _added(checksums: Mapping[str, str], names: Iterable[str]) -> list[str]:
+        """Return which names of files that numbers are read from are not in the manifest."""
+        return [
+            name
+            for name in names
             if name not in checksums and name.endswith(NUMBER_FILES)
         ]
-        return [*self._differing(checksums), *added]
 
     def resume(
         self,
@@ -492,15 +525,24 @@ class RunDir:
     def _file_stamps(self) -> dict[str, tuple[int, int, int]]:
         """Return inode, time and size by name of every file but manifest, DONE, and those hidden or set aside."""
         stamps = {}
-        for file in sorted(self.path.rglob("*")):
-            name = file.relative_to(self.path).as_posix()
-            if name in (DONE, MANIFEST) or file.suffix == ".aside":
-                continue
-            hidden = any(part.startswith(".") for part in name.split("/"))
-            if not hidden and file.is_file():
-                stat = file.stat()
-                stamps[name] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        # Lists of runs look into every folder: pathlib would take ten times as long.
+        for folder, subfolders, names in os.walk(self.path):
+            subfolders[:] = sorted(name for name in subfolders if name[0] != ".")
+            prefix = folder[len(str(self.path)) + 1 :]
+            for name in sorted(names):
+                if name.startswith(".") or name.endswith(".aside"):
+                    continue
+                with suppress(FileNotFoundError):  # another process removed it
+                    stat = os.stat(f"{folder}/{name}")
+                    stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+                    stamps[f"{prefix}/{name}" if prefix else name] = stamp
+        for name in (DONE, MANIFEST):
+            stamps.pop(name, None)
         return stamps
+
+    def _file_sizes(self) -> dict[str, int]:
+        """Return the size by name of the same files."""
+        return {name: size for name, (_, _, size) in self._file_stamps().items()}
 
     # Rows
 
@@ -650,7 +692,7 @@ def open_run_dir(folder: Path) -> RunDir:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is a run or a sweep."""
-    marks = (CONFIG, STATUS, PROVENANCE, MANIFEST, JOBS)
+    marks = (*RUN_MARKS, MANIFEST, JOBS)
     return any((folder / name).is_file() for name in marks)
 
 
@@ -663,8 +705,7 @@ def runs_in(folder: Path) -> list[Path]:
         if not re.fullmatch("v[0-9]+", version.name) or not version.is_dir():
             continue
         for run in version.iterdir():
-            marked = any((run / mark).is_file() for mark in (CONFIG, JOBS))
-            if marked and not run.name.startswith("."):
+            if is_run(run) and not run.name.startswith("."):
                 runs.append(run)
     return sorted(runs)
 

@@ -244,6 +244,47 @@ def test_a_damaged_run_shows_no_number(name: str, outputs: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "predictions.jsonl", "status.json", "figures/a.svg"]
+)
+@pytest.mark.parametrize("how", ["deleted", "halved"])
+def test_a_run_that_lost_a_file_is_listed_as_damaged(
+    name: str, how: str, outputs: Path
+) -> None:
+    run = open_run(outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001")
+    (run.path / "figures").mkdir()
+    for added in ("predictions.jsonl", "figures/a.svg"):
+        (run.path / added).write_text("some rows")
+    assert by_hash(outputs)["aaaa0001"]["state"] == "damaged", "added rows"
+    run.seal("posbench")
+    assert by_hash(outputs)["aaaa0001"]["state"] == "done"
+    file = run.path / name
+    half = file.read_bytes()[: file.stat().st_size // 2]
+    file.unlink()
+    if how == "halved":
+        file.write_bytes(half)
+    found = by_hash(outputs)
+    assert found["aaaa0001"]["state"] == "damaged"
+    assert found["aaaa0001"]["score"] is None and not found["aaaa0001"]["verdict"]
+    assert found["aaaa0002"]["state"] == "done"
+
+
+def test_a_run_without_its_end_shows_no_number(outputs: Path) -> None:
+    run = open_run(outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001")
+    (run.path / "DONE").unlink()
+    assert by_hash(outputs)["aaaa0001"]["state"] == "killed"
+    assert by_hash(outputs)["aaaa0001"]["score"] is None
+    assert "rescore" not in next_step(records(outputs, ["aaaa0001"]))
+    run.seal("posbench")
+    run.begin_rescore()
+    (run.path / "metrics.csv").write_text("half")
+    assert by_hash(outputs)["aaaa0001"]["state"] == "killed"
+    step = next_step(records(outputs, ["aaaa0001"]))
+    assert step.startswith(f"posbench rescore {run.path}")
+    with owning(run.path):
+        assert by_hash(outputs)["aaaa0001"]["state"] == "running"
+
+
 def test_a_check_of_some_files_tells_what_the_whole_one_does(outputs: Path) -> None:
     run = RunDir(outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001")
     for name in ("metrics.csv", "config.yaml"):
