@@ -582,6 +582,11 @@ def run_below(parent: int) -> None:
 
 def run() -> None:
     """Entry point of the ``posbench`` command."""
+    # Python has None for a stream that the caller closed, as ``>&-`` does.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
+            setattr(sys, name, stream)
     try:
         status = main()
         sys.stdout.flush()

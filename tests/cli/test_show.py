@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +151,21 @@ def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
     call.stderr.close()
     with pytest.raises(BrokenPipeError):
         make_console().on_broken_pipe()
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "shown"),
+    [
+        ("--version <&- >&-", 0, ""),
+        ("ls nothing 2>&-", 2, ""),
+        ("--version 2>&-", 0, "posbench"),
+    ],
+)
+def test_a_closed_stream_is_as_one_that_nobody_reads(
+    command: str, status: int, shown: str
+) -> None:
+    line = f"{shlex.join(PROCESS)} {command}"
+    call = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert call.returncode == status
+    assert call.stdout.startswith(shown) and bool(call.stdout) == bool(shown)
+    assert call.stderr == ""
