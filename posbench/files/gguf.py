@@ -449,9 +449,14 @@ def convert(
         files = {f.name: file_sha256(f) for f in sorted(scratch.iterdir())}
         record = {"gguf": sha256, "weights": types, "files": files}
         write_json(scratch / RECORD, record)
-        # Another process may have made the same folder meanwhile.
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
+        if folder.exists() and damage(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            # Another process has made the same folder meanwhile, and may be reading it.
+            if not folder.exists() or damage(folder):
+                raise
     return folder
 
 

@@ -32,12 +32,17 @@ from posbench.report.text import (
     study_answer,
     tally_verdicts,
 )
-from posbench.run.folder import PREDICTIONS, PROVENANCE, RunDir, open_run_dir
+from posbench.run.folder import (
+    FOUND_FILE,
+    PREDICTIONS,
+    PROVENANCE,
+    RunDir,
+    open_run_dir,
+)
 from posbench.run.own_code import make_importable
 from posbench.run.runtime import Runtime
 from posbench.schema import override_text
 from posbench.search import held_back
-from posbench.search.base import FOUND_FILE
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import FINDING_VERDICTS, estimate
 from posbench.stats.frames import (

