@@ -281,7 +281,8 @@ def _rows(
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
         reason = getattr(error, "strerror", None) or error
-        hint = f"check the path, or the file after line {number} ({reason})"
+        place = f"the file after line {number}" if number else "the path"
+        hint = f"check {place} ({reason})"
         refuse(field, file_label, allowed, hint)
     except UnicodeError as error:
         line = Line({}, field, file_label, number + 1)

@@ -289,6 +289,9 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     latin.write_bytes('{"question": "né"}\n'.encode("latin-1"))
     with refused("task.path", str(torn), allowed=".jsonl.gz", hint="2"):
         _task(torn, 1).examples("evaluation")
+    with refused("task.path", str(tmp_path), hint="Is a directory") as caught:
+        _task(tmp_path, 1).examples("evaluation")
+    assert "line" not in caught.value.hint, "no line of a folder was read"
     for file, line, named in ((broken, 2, "JSON"), (latin, 1, "UTF-8")):
         with line_refused(file, line, named):
             _task(file, 1).examples("evaluation")
