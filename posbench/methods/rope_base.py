@@ -18,7 +18,7 @@ class RopeBase(Method):
     """Rotate queries and keys with another base theta, in all layers; it costs nothing.
 
     Args:
-        base: theta: pair i of n channels rotates by ``base ** -(i / n)`` radians per token. None: the model's own.
+        base: theta: of n channel pairs, pair i rotates by ``base ** -(i / n)`` radians per token. None: the model's.
 
     Source: a larger base is known as NTK-aware scaling. Attention Buckets (Chen et al. 2023, arXiv 2312.04455) mixes
     several bases; one alone did as much on the model where those helped (docs/remedies.md).
