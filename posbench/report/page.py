@@ -34,6 +34,7 @@ from posbench.report.text import (
     describe_method,
     describe_prompts,
     describe_stop,
+    describe_window_share,
     run_title,
 )
 from posbench.run.folder import (
@@ -43,6 +44,7 @@ from posbench.run.folder import (
     PREDICTIONS,
     PROVENANCE,
     RESCORED,
+    STUDY_STAGE,
     open_run_dir,
 )
 from posbench.run.method import typed_in_place
@@ -241,8 +243,9 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         texts.append(f"{experiment['title']}.")
     if experiment.get("claims"):
         texts.append(f"The paper reads: {'; '.join(experiment['claims'])}.")
+    texts.append(describe_window_share(open_run_dir(folder).stage(STUDY_STAGE)))
     files = ", ".join(f"{name}.csv" for name in facts["tables"])
-    section.text = " ".join([*texts, f"Numbers: {files}."])
+    section.text = " ".join(filter(None, [*texts, f"Numbers: {files}."]))
     return [*own_sections, section]
 
 

@@ -327,15 +327,22 @@ def describe_window_share(facts: Mapping[str, Any]) -> str:
     """Say how much of the model's context window the prompts take; empty where it is not known.
 
     Args:
-        facts: The record of the stage ``evaluate``, see :func:`posbench.run.reply_rows.prompt_columns`.
+        facts: The record of the stage ``evaluate``, see :func:`posbench.run.reply_rows.prompt_columns`, or of the stage
+            ``study``, see :meth:`posbench.run.base.Run.note_prompts`.
     """
-    share = facts.get("window_share")
-    if share is None:
+    window = facts.get("window")
+    if facts.get("window_share") is not None:
+        tokens = f"{facts['tokens']:,.0f} tokens on average"
+        share = f"{100 * facts['window_share']:.3g} %"
+    elif facts.get("tokens_range"):
+        shortest, longest = facts["tokens_range"]
+        tokens, share = f"{longest:,} tokens", f"{100 * longest / window:.3g} %"
+        if shortest < longest:
+            tokens = f"{shortest:,} to {tokens}"
+            share = f"{100 * shortest / window:.3g} to {share}"
+    else:
         return ""
-    return (
-        f"Prompts of {facts['tokens']:,.0f} tokens on average, "
-        f"{100 * share:.3g} % of the window of {facts['window']:,}."
-    )
+    return f"Prompts of {tokens}, {share} of the window of {window:,}."
 
 
 def describe_missing_answers(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from posbench.backends.base import NO_WINDOW
 from posbench.files.atomic import Row, short_hash
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
-from posbench.model.encode import Encoder
+from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
 from posbench.run.budget import Deadline, Spending
-from posbench.run.folder import METHOD_FILE, RunDir
+from posbench.run.folder import METHOD_FILE, STUDY_STAGE, RunDir
 from posbench.run.heartbeat import doing, is_beating, loading, showing_bar
 from posbench.run.meter import StageMeter
 from posbench.run.method import MethodUnderTest
@@ -232,6 +233,19 @@ class Run:
     def rows(self) -> ResumableRows:
         """The files of rows of the run folder."""
         return ResumableRows(self.out, self.progress)
+
+    def note_prompts(self, prompts: Mapping[str, Encoded]) -> None:
+        """Record how many tokens the prompts of the study have, with those that it noted before, and the window.
+
+        Args:
+            prompts: The prompts by id. Of a server that does not count tokens nothing is recorded.
+        """
+        lengths = [len(prompt.ids) for prompt in prompts.values() if prompt.ids]
+        window = self.encoder.context_window
+        if lengths and window < NO_WINDOW:
+            lengths += self.out.stage(STUDY_STAGE).get("tokens_range", [])
+            shortest_and_longest = [min(lengths), max(lengths)]
+            self.out.mark(STUDY_STAGE, tokens_range=shortest_and_longest, window=window)
 
     def share_unmodified(self, file: str, *settings: Any) -> str:
         """Copy the unmodified model's rows of a file from another run of this version, if one has them.

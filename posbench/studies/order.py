@@ -434,6 +434,7 @@ class OrderStudy(Study):
     ) -> dict[str, list[Row]]:
         """Scored replies to some examples by method, asked in rounds."""
         encoded = run.prompts.encode(examples)
+        run.note_prompts(encoded)
         size = round_questions or self.round_questions
         return scored_replies(run, PREDICTIONS, methods, encoded, rules, examples, size)
 

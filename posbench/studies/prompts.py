@@ -313,6 +313,7 @@ class Prompts:
         task = task or run.task
         examples = sort_by_gold_position(examples or need_items(task), max_per_position)
         encoded = run.prompts.encode(examples, task)
+        run.note_prompts(encoded)
         tokens = {
             example.id: item_tokens(encoded[example.id], example)
             for example in examples

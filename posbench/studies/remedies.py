@@ -168,6 +168,7 @@ class Remedies(TimingStudy):
         """
         asked = first_examples(run.evaluation, self.examples)
         encoded = run.prompts.encode(asked)
+        run.note_prompts(encoded)
         longest = max(len(prompt.ids) for prompt in encoded.values())
         num_tokens = longest + run.task.max_new_tokens
         choices = self._choices(run)

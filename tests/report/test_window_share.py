@@ -53,6 +53,28 @@ def test_a_run_says_which_share_of_the_window_its_prompts_take(
     assert sentence in (folder / "report.html").read_text()
 
 
+def test_a_study_says_how_long_its_prompts_are(
+    posbench: Callable[..., Result], small: list[str], checkpoint: Path, outputs: Path
+) -> None:
+    args = [arg for arg in small if not arg.startswith(("search", "stages"))]
+    args += ["method=none", "study=attention_to_gold", "study.items=[6,12]"]
+    args += ["study.examples=2", 'task.positions=["0%","100%"]']
+    result = posbench(*args)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    lm = load(checkpoint)
+    low, high = (
+        len(lm.encode(example.prompt, chat=example.chat).ids)
+        for pairs in (6, 12)
+        for example in config_of(*args, f"task.pairs={pairs}").task.evaluation()[:1]
+    )
+    sentence = (
+        f"Prompts of {low} to {high} tokens, {100 * low / WINDOW:.3g} to "
+        f"{100 * high / WINDOW:.3g} % of the window of {WINDOW}."
+    )
+    assert sentence in (folder / "report.html").read_text()
+
+
 def test_prompts_without_a_count_are_left_out() -> None:
     rows = [{"tokens": 100}, {"tokens": None}, {"tokens": 201}, {}]
     assert prompt_columns(rows, 1000) == {

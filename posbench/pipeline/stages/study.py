@@ -9,6 +9,7 @@ from posbench.files.atomic import write_csv
 from posbench.pipeline.config import Config
 from posbench.report.folder import study_tables
 from posbench.run.base import Run
+from posbench.run.folder import STUDY_STAGE
 from posbench.stats.findings import Finding, findings_table
 
 
@@ -24,9 +25,9 @@ def run(config: Config, run: Run) -> None:
     )
     with run.method.build().applied(run.lm) if runs_inside_method else nullcontext():
         tables = study.checked_tables(run)
-    if config.budget and run.out.stage("study").get("stopped"):
+    if config.budget and run.out.stage(STUDY_STAGE).get("stopped"):
         unit, size = config.budget.amount
-        run.out.mark("study", budget={unit: size})
+        run.out.mark(STUDY_STAGE, budget={unit: size})
     for name, table in tables.items():
         write_csv(run.out.path / f"{name}.csv", table)
     # From the written files, like the figures: a verdict never rests on digits that no file holds.
