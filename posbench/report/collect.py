@@ -66,6 +66,13 @@ class Result:
         """Whether it is a sweep."""
         return (self.folder / JOBS).is_file()
 
+    @property
+    def setting(self) -> str:
+        """What its label adds to the model's name; empty for a sweep."""
+        if self.is_sweep:
+            return ""
+        return self.label.removeprefix(self.folder.name.split("__")[0]).lstrip("-_")
+
     def read_table(self, name: str) -> pd.DataFrame | None:
         """One of its tables, with a column `run`; None where it has none."""
         frame = read_csv(self.folder / f"{name}.csv")
@@ -153,7 +160,9 @@ class Entry:
         for result in self.results:
             folders += sweep_runs(result.folder) if result.is_sweep else [result.folder]
         return [
-            open_run_dir(folder) for folder in folders if (folder / CONFIG).is_file()
+            open_run_dir(folder)
+            for folder in dict.fromkeys(folders)
+            if (folder / CONFIG).is_file()
         ]
 
     @cached_property
@@ -272,12 +281,18 @@ class Entry:
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """Verdicts on claims of all results, as rows of findings.csv; a sweep's own come before its runs'."""
+        """Verdicts on claims of all results, as rows of findings.csv; a sweep's own come before its runs'.
+
+        Where results of one model have settings, a first column names them.
+        """
+        settings = [result.setting for result in self.results]
         frames = []
-        for result in self.results:
+        for result, setting in zip(self.results, settings, strict=True):
             for name in ("findings", "findings_summary"):
                 frame = result.read_table(name)
                 if frame is not None:
+                    if any(settings):
+                        frame.insert(0, "setting", setting)
                     frames.append(frame)
         return _concat(frames)
 
@@ -314,7 +329,10 @@ class Entry:
         if len(self.cells):
             by_kind["cells"] = (self.cells, paper_table(self.cells))
         if len(self.findings):
-            claims = tables.findings_table(self.findings, models=True)
+            named = self.findings
+            if "setting" in named:
+                named = named.assign(model=named["run"])
+            claims = tables.findings_table(named, models=True)
             by_kind["claims"] = (self.findings, claims)
         score_tables = [result.scores.table for result in self.results if result.scores]
         if score_tables:
@@ -377,7 +395,10 @@ def _newest_version(name: str, folders: Sequence[Path]) -> Entry:
     """
     versions = {folder: int(folder.parent.name[1:]) for folder in folders}
     sweeps = {
-        folder: sweep_runs(folder) for folder in folders if (folder / JOBS).is_file()
+        # Settings that change no result share a run.
+        folder: list(dict.fromkeys(sweep_runs(folder)))
+        for folder in folders
+        if (folder / JOBS).is_file()
     }
     results: list[Result] = []
     faults: list[str] = []
@@ -522,8 +543,11 @@ def _label_results(
         jobs: Jobs of the sweep that made the runs, if any.
     """
     names = [folder.name.split("__")[0] for folder in folders]
+    # Of jobs that share a run the first one names it.
     overrides = {
-        Path(job["folder"]).name: job["overrides"] for job in jobs if job["folder"]
+        Path(job["folder"]).name: job["overrides"]
+        for job in reversed(jobs)
+        if job["folder"]
     }
     common: set[str] = set()
     if overrides:

@@ -71,6 +71,7 @@ from posbench.run.folder import (
     open_undamaged,
     was_rescored,
 )
+from posbench.search import held_back
 from posbench.stats.bootstrap import Estimate, with_interval
 from posbench.stats.findings import FINDING_COLUMNS
 from posbench.stats.frames import (
@@ -222,10 +223,17 @@ def same_runs_note(
     equal = list[str]()
     qualified = list[str]()
     for of_run in of_runs.values():
-        texts = {}
-        for key in _varied_keys(of_run):
-            values = dict.fromkeys(s.get(key, "(default)") for s in of_run)
-            texts[key] = f"{key}={' and '.join(values)}"
+        values = {
+            key: dict.fromkeys(s.get(key, "(default)") for s in of_run)
+            for key in _varied_keys(of_run)
+        }
+        if len(of_run) < math.prod(map(len, values.values())):
+            # Keys that vary together: their values crossed would name other runs.
+            each = (", ".join(f"{key}={s.get(key)}" for key in values) for s in of_run)
+            equal.append(" and ".join(each))
+            qualified.append(equal[-1])
+            continue
+        texts = {key: f"{key}={' and '.join(of_key)}" for key, of_key in values.items()}
         equal.append(", ".join(texts.values()))
         if texts:
             first = {key: f"{key}={value}" for key, value in of_run[0].items()}
@@ -597,10 +605,21 @@ def _searches_glance(folder: Path, gains: pd.DataFrame) -> Glance:
         gains: Its held_back_summary.csv.
     """
     words = _gain_words(gains)
-    count = words.count("gains")
+    counts = Counter(words)
+    count = counts["gains"]
+    num_checked = len(words) - counts["not checked"]
+    word = f"{count} of {num_checked} checked gain"
+    if num_checked == len(words):
+        word = f"{count} of {num_checked} gain"
+    elif not num_checked:
+        word = "not checked"
+    tone: Tone = "bad" if counts["harms"] else "open"
+    if count == len(words):
+        tone = "good"
+    listed = ", ".join(f"{number} {text}" for text, number in counts.items())
     sentence = (
-        f"On held-back prompts {count} of {len(words)} searches show a gain, "
-        "over the model without what they found."
+        "On held-back prompts, over the model without what was found, "
+        f"of {len(words)} {'search' if len(words) == 1 else 'searches'}: {listed}."
     )
     command, purpose = "", ""
     for run in sweep_runs(folder):
@@ -608,8 +627,8 @@ def _searches_glance(folder: Path, gains: pd.DataFrame) -> Glance:
             glance = run_glance(run)
             command, purpose = glance.next, glance.purpose
     return Glance(
-        f"{count} of {len(words)} gain",
-        "good" if count == len(words) else "open",
+        word,
+        tone,
         sentence,
         next=command,
         purpose=purpose,
@@ -635,9 +654,12 @@ def _gain_table(gains: pd.DataFrame) -> tables.Table:
         numbers = [""] * 3
         if pd.notna(row.gain):
             gain = with_interval(row.gain, row.ci_low, row.ci_high)
-            numbers = [gain, f"{row.found:.3g}", f"{row.unmodified:.3g}"]
+            without = f"{row.unmodified:.3g}"
+            if isinstance(row.beside, str):  # a list of methods
+                without = f"{without} ({held_back.baseline(row._asdict())})"
+            numbers = [gain, f"{row.found:.3g}", without]
         rows.append([word, row.measure, *numbers, str(row.n), str(row.run)])
-    header = ["verdict", "measure", "gain", "found", "unmodified", "n", "run"]
+    header = ["verdict", "measure", "gain", "found", "without", "n", "run"]
     settings = gains[swept].astype(str).to_numpy().tolist()
     cells = [[*setting, *row] for setting, row in zip(settings, rows, strict=True)]
     return [*swept, *header], cells
@@ -679,7 +701,8 @@ def _scores_glance(
         return in_words(alike[0]) + _others(alike)
 
     on_average = f"the average {_range(scored, 'average', ' %', ' %')}"
-    numbers = [_number(f"highest average ({named(best)})", "%", best[0].average)]
+    averages = [setting.average for setting in best]
+    numbers = [_number(f"highest average ({named(best)})", "%", *averages)]
     if len(best) == len(scored) > 1:
         rows = [setting.average for setting in scored]
         numbers = [_number(f"average in all {len(scored)}", "%", *rows)]
@@ -711,8 +734,8 @@ def _scores_glance(
             least_name = f"least {quantity} ({named(least)})"
             most_name = f"most {quantity} ({named(most)})"
             numbers = [
-                _number(least_name, "points", least[0].bias),
-                _number(most_name, "points", most[0].bias),
+                _number(least_name, "points", *(setting.bias for setting in least)),
+                _number(most_name, "points", *(setting.bias for setting in most)),
                 *numbers,
             ]
         sentences = [
@@ -1394,7 +1417,7 @@ def _range(
     """
     lowest, highest = _extremes(settings, quantity)
     lowest_text, highest_text = (
-        f"{100 * getattr(alike[0], quantity).value:.1f}{unit}"
+        f"{100 * getattr(alike[0], quantity).value:z.1f}{unit}"
         for alike, unit in ((lowest, lowest_unit), (highest, highest_unit))
     )
     highest_part = f"{highest_text} ({highest[0].name}{_others(highest)})"

@@ -280,6 +280,27 @@ def test_a_run_that_several_sweeps_show_is_counted_once(
     assert f"2 experiments, {sentence}" in page.words
 
 
+def test_verdicts_of_several_settings_are_not_called_claims(
+    tmp_path: Path, picture: Path
+) -> None:
+    """Two seeds of one model, of which two jobs share a run: a claim, two verdicts."""
+    runs = [
+        run(
+            tmp_path / f"fig/v001/tiny__{seed}",
+            picture,
+            findings=claims(("tiny", word, "claim", 1.0)),
+        )
+        for seed, word in enumerate(("holds", "contradicted"))
+    ]
+    swept(tmp_path / "fig/v001/sweep__x__1", picture, [*runs, runs[0]], ())
+    (entry,) = collect_entries(tmp_path)
+    assert [result.label for result in entry.results] == ["tiny-x_0", "tiny-x_1"]
+    text = write_gallery(tmp_path).read_text()
+    assert "1 claim" in text and "in 2 settings: of 2 verdicts, 1 holds" in text
+    _, (_, rows) = entry.tables["claims"]
+    assert [row[1] for row in rows] == ["tiny-x_0", "tiny-x_1"]
+
+
 def test_an_entry_begins_with_its_verdict_and_its_copy_leads_to_the_runs(
     many: Path,
 ) -> None:

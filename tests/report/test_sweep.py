@@ -129,6 +129,11 @@ def test_a_setting_whose_answers_are_missing_is_not_drawn() -> None:
             {"k=1 s=1": "a", "k=1 s=2": "a", "k=2 s=1": "b", "k=2 s=2": "c"},
             "4 settings are 3 runs: k=1, s=1 and 2 are one run",
         ),
+        # Both keys vary in it, and their values crossed are other runs.
+        (
+            {"k=1 s=1": "a", "k=2 s=2": "a", "k=1 s=2": "b", "k=2 s=1": "c"},
+            "4 settings are 3 runs: k=1, s=1 and k=2, s=2 are one run",
+        ),
     ],
 )
 def test_settings_that_are_one_run_are_named(jobs: dict[str, str], note: str) -> None:
@@ -154,6 +159,15 @@ def _scored_jobs(outputs: Path, *curves: list[float]) -> list[dict[str, Any]]:
         overrides = [f"task.pairs={number}"]
         jobs.append({"overrides": overrides, "folder": str(run), "status": 0})
     return jobs
+
+
+def _widen_intervals(job: dict[str, Any]) -> None:
+    """Let a job's numbers be those of a few questions."""
+    file = Path(job["folder"]) / "metrics.csv"
+    table = pd.read_csv(file)
+    few = table.assign(ci_low=table["value"] - 0.2, ci_high=table["value"] + 0.2)
+    few.to_csv(file, index=False)
+    RunDir(file.parent).seal("posbench")
 
 
 def _words_of(jobs: list[dict[str, Any]]) -> str:
@@ -189,15 +203,20 @@ def test_settings_that_read_alike_share_an_interval_only_where_they_have_one(
     ]
     jobs = _scored_jobs(tmp_path / "other", *2 * [[0.9, 0.5, 0.9]])
     # The second setting was asked a few questions only.
-    file = Path(jobs[1]["folder"]) / "metrics.csv"
-    table = pd.read_csv(file)
-    few = table.assign(ci_low=table["value"] - 0.2, ci_high=table["value"] + 0.2)
-    few.to_csv(file, index=False)
-    RunDir(file.parent).seal("posbench")
+    _widen_intervals(jobs[1])
     assert list(map(str, _glance_of(jobs).numbers)) == [
         "position bias in all 2 that measured it 23.1 points",
         "average in all 2 76.7 %",
     ]
+    # So is it where two of three read alike.
+    curves = [[0.9, 0.5, 0.9], [0.9, 0.5, 0.9], [0.4, 0.4, 0.5]]
+    jobs = _scored_jobs(tmp_path / "two_of_three", *curves)
+    two_alike = "highest average (task.pairs=0 and 1 other) 76.7"
+    assert f"{two_alike} [73.7, 79.7] %" in map(str, _glance_of(jobs).numbers)
+    _widen_intervals(jobs[1])
+    numbers = list(map(str, _glance_of(jobs).numbers))
+    assert f"{two_alike} %" in numbers
+    assert "most position bias (task.pairs=0 and 1 other) 23.1 points" in numbers
 
 
 def test_of_the_best_settings_alike_the_least_biased_is_named(tmp_path: Path) -> None:
@@ -304,15 +323,11 @@ def test_verdicts_name_the_jobs_that_failed(tmp_path: Path) -> None:
         assert "1 of 2 jobs failed" in told
 
 
-def test_searches_alone_are_joined_by_their_gains(tmp_path: Path) -> None:
+def _searched(outputs: Path, gains: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Jobs of a sweep over models that only searched, and their runs, with these rows of held_back.csv."""
     jobs = []
-    gains = {
-        "tiny": gain_facts("loss", [0.5] * 8, [0.9, 1.1] * 4, list("abcdefgh")),
-        "tiny_b": gain_facts("loss", [1.0] * 8, [0.9, 1.1] * 4, list("abcdefgh")),
-        "tiny_c": gain_facts("loss", [1.0] * 2, [0.9, 1.1], list("ab")),
-    }
     for model, facts in gains.items():
-        run = tmp_path / f"kv/v001/{model}__rope_base__aaaa0001"
+        run = outputs / f"kv/v001/{model}__rope_base__aaaa0001"
         run.mkdir(parents=True)
         config = {"model": {"name": model}, "search": {"name": "bases"}}
         (run / "config.yaml").write_text(json.dumps(config))
@@ -320,19 +335,63 @@ def test_searches_alone_are_joined_by_their_gains(tmp_path: Path) -> None:
         write_csv(run / "held_back.csv", table)
         RunDir(run).seal("posbench")
         jobs.append({"overrides": [f"model={model}"], "folder": str(run), "status": 0})
+    return jobs
+
+
+def _gains(found: float, questions: int = 8, **facts: Any) -> dict[str, Any]:
+    """A row of held_back.csv: that loss beside an unmodified one of 1.0 on average."""
+    clusters = [str(number) for number in range(questions)]
+    unmodified = [0.9, 1.1] * (questions // 2)
+    return gain_facts("loss", [found] * questions, unmodified, clusters) | facts
+
+
+def test_searches_alone_are_joined_by_their_gains(tmp_path: Path) -> None:
+    beside = {"beside": "question_first_and_last"}
+    gains = {
+        "tiny": _gains(0.5),
+        "tiny_b": _gains(1.0, **beside),
+        "tiny_c": _gains(1.0, questions=2),
+        "tiny_d": _gains(1.5),
+    }
     out = io.StringIO()
+    jobs = _searched(tmp_path, gains)
     folder = sweep.summarise(jobs, Console(width=200, file=out), command="posbench -m")
     assert folder is not None
     joined = pd.read_csv(folder / "held_back_summary.csv")
     assert list(joined["model"]) == list(gains)
-    np.testing.assert_allclose(joined["gain"], [0.5, 0, np.nan], atol=1e-9)
+    np.testing.assert_allclose(joined["gain"], [0.5, 0, np.nan, -0.5], atol=1e-9)
     page = sweep.render_sweep(folder).read_text()
     words = html.unescape(" ".join(re.sub("<[^>]*>", " ", page).split()))
     for told in (" ".join(out.getvalue().split()), words):
-        assert "1 of 3 gain" in told
+        assert "1 of 3 checked gain" in told
+        counts = "1 gains, 1 cannot tell, 1 not checked, 1 harms"
+        assert f"of 4 searches: {counts}." in told
         assert "tiny gains loss 0.500 [" in told and "0.5 1 8" in told
         assert "tiny_b cannot tell loss" in told
+        assert "1 1 (question_first_and_last alone) 8" in told
         assert "tiny_c not checked loss 2" in told
+        assert "tiny_d harms loss" in told
+
+
+@pytest.mark.parametrize(
+    ("found", "questions", "word", "tone"),
+    [
+        ([0.5, 0.6], 8, "2 of 2 gain", "good"),
+        ([0.5, 1.5], 8, "1 of 2 gain", "bad"),
+        ([0.5, 1.0], 8, "1 of 2 gain", "open"),
+        ([0.5, 1.5], 2, "not checked", "open"),
+    ],
+)
+def test_a_sweep_of_searches_says_how_they_fared(
+    found: list[float], questions: int, word: str, tone: str, tmp_path: Path
+) -> None:
+    gains = {f"tiny_{loss}": _gains(loss, questions) for loss in found}
+    jobs = _searched(tmp_path, gains)
+    folder = sweep.summarise(jobs, Console(quiet=True), command="posbench -m")
+    assert folder is not None
+    joined = pd.read_csv(folder / "held_back_summary.csv")
+    glance = sweep._searches_glance(folder, joined)
+    assert (glance.word, glance.tone) == (word, tone)
 
 
 def test_figures_name_the_setting_of_their_run(tmp_path: Path) -> None:

@@ -541,7 +541,10 @@ def test_bad_input_is_one_line(
 def test_a_prompt_without_documents_is_refused(posbench: Call) -> None:
     file = DATA / "nq-open-20_total_documents_gold_at_0.first3.jsonl"
     result = posbench(
-        "experiment=liu2023", f"task.path={file}", "task.prompt=closed_book"
+        "experiment=liu2023",
+        *ON_TINY,
+        f"task.path={file}",
+        "task.prompt=closed_book",
     )
     assert result.status == 2
     assert_names(result.err, "task.prompt", "closed_book")
