@@ -146,7 +146,8 @@ def machine_error(error: BaseException) -> MachineError | None:
     if not is_machine_fault(error):
         return None
     if isinstance(error, OSError):
-        name = error.filename or "none named"
+        # Of a stream that cannot be written the system tells no name.
+        name = error.filename or "the output, or another file without a name"
         allowed = "a file system that can be read and written"
         hint = f"free space or correct the permissions ({error.strerror or error}), then repeat the command: it resumes"
         return MachineError("file", name, allowed, hint)

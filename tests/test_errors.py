@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from posbench.errors import (
     SeveralErrors,
     UserError,
     choices,
+    machine_error,
     near,
     renamed,
     unknown_name,
@@ -24,6 +26,13 @@ def test_a_fault_is_one_line() -> None:
         == "task.pairs = 'a\\nb': allowed: a whole number; next: set task.pairs=2"
     )
     assert error.faults == (error,)
+
+
+def test_a_full_stream_is_called_the_output() -> None:
+    """Python tells no file of a write that standard output cannot take."""
+    fault = machine_error(OSError(errno.ENOSPC, "No space left on device"))
+    assert fault is not None and fault.field == "file"
+    assert fault.value.startswith("the output") and "No space left" in fault.hint
 
 
 def test_faults_are_raised_together() -> None:
