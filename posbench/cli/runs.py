@@ -11,6 +11,7 @@ from posbench.errors import UserError, near
 from posbench.report import index
 from posbench.report.console import (
     Record,
+    is_read_by_program,
     make_console,
     show_glance,
     show_link,
@@ -78,7 +79,7 @@ def ls_runs(args: list[str]) -> int:
             hint = index.suggest_filter(filters, index.records(outputs))
         print(f"posbench: no run in {outputs}{condition}{hint}", file=sys.stderr)
     console = make_console()
-    if console.is_terminal and not as_json:
+    if not (as_json or is_read_by_program(console)):
         # As a title of the table it would break where the table ends.
         console.print(index.list_title(records), style="italic")
         if records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +39,18 @@ def make_console(width: int | None = None, is_error: bool = False) -> Console:
         width: Characters of a line; None: those of the terminal.
         is_error: Whether it is stderr.
     """
-    return _Terminal(
+    console = _Terminal(
         markup=False, emoji=False, highlight=False, width=width, stderr=is_error
     )
+    # COLUMNS=0 says that the width is not known; rich takes it for a width.
+    if not console.width:
+        console.width = shutil.get_terminal_size().columns
+    return console
+
+
+def is_read_by_program(console: Console) -> bool:
+    """Whether no terminal shows what is printed, be it coloured (FORCE_COLOR) or not."""
+    return not console.file.isatty()
 
 
 def make_wide_console() -> Console:
@@ -109,7 +119,7 @@ def show_next(console: Console, step: str) -> None:
 def show_link(console: Console, label: str, page: Path) -> None:
     """Print ``label: page``; on a terminal a click on the page opens it, elsewhere it is plain text."""
     text = Text(f"{label}: ").append(str(page))
-    if console.file.isatty():
+    if not is_read_by_program(console):
         text.stylize(Style(link=page.absolute().as_uri()), len(label) + 2)
     console.print(text, soft_wrap=True)
 
@@ -138,7 +148,7 @@ def show_lists(
         if len(data) == 1:
             (data,) = data.values()
         print(json.dumps(data, indent=2, default=str))
-    elif console.is_terminal:
+    elif not is_read_by_program(console):
         for title, records in lists.items():
             rows = (
                 terminal_rows(records) if terminal_rows else list(map(_cells, records))

@@ -26,6 +26,7 @@ from posbench.report.console import (
     make_console,
     show_glance,
     show_link,
+    show_lists,
     wrap_words,
 )
 from posbench.report.glance import (
@@ -635,6 +636,33 @@ def test_a_next_step_is_one_line_on_a_narrow_terminal(
     show_glance(console, glance)
     (line,) = (li for li in stream.getvalue().splitlines() if "next: " in li)
     assert re.sub("\x1b[^m]*m", "", line) == f"next: {step}"
+
+
+@pytest.mark.parametrize("columns", ["0", "00"])
+def test_a_width_of_zero_columns_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    """Terminals that do not know their width say COLUMNS=0: it is then 80, as for a pipe."""
+    stream = StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    show_glance(make_console(), GLANCE)
+    printed = re.sub("\x1b[^m]*m", "", stream.getvalue()).splitlines()
+    sentence = [line for line in printed if line in GLANCE.sentence]
+    assert " ".join(sentence) == GLANCE.sentence and len(sentence) == 2
+    assert all(40 < len(line) <= 80 for line in sentence[:1])
+
+
+def test_a_pipe_gets_tab_separated_columns_where_colours_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Build servers set FORCE_COLOR for all commands, also for those whose output is cut."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show_lists(
+        {"runs": [{"run": "1a2b", "score": 0.5}, {"run": "3c4d", "score": None}]}
+    )
+    assert capsys.readouterr().out == "run\tscore\n1a2b\t0.5\n3c4d\t\n"
 
 
 def test_commands_name_a_run_by_its_hash_or_its_whole_path(
