@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from posbench import paths
 from posbench.errors import UserError, choices, is_machine_fault, near
 from posbench.files.choices import read_choice, read_choice_files
+from posbench.files.parse import read_text, unreadable
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import (
     ENDPOINT,
@@ -258,7 +259,12 @@ def _hydra_errors_translated(arguments: _Arguments) -> Iterator[None]:
     """Translate Hydra's errors into ours, one line each."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        UnicodeDecodeError,
+    ) as error:
         folder = paths.own_folder(arguments.folders) or paths.CONF
         raise _translate(error, arguments.overrides, folder) from error
 
@@ -275,7 +281,14 @@ def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> User
     reason = text
     if len(text) > MAX_REASON_LENGTH:
         reason = f"{text[:MAX_REASON_LENGTH]} ..."
-    if isinstance(error, yaml.YAMLError):
+    if isinstance(error, UnicodeDecodeError):
+        # The error does not name the file.
+        for file in sorted(folder.rglob("*.yaml")):
+            try:
+                read_text(file)
+            except ValueError:
+                return unreadable(file, error, "YAML in UTF-8", "save it as UTF-8")
+    if isinstance(error, yaml.YAMLError | UnicodeDecodeError):
         hint = f"correct it ({reason})"
         return UserError("config file", str(folder), "valid YAML", hint)
     missing = MISSING_CHOICE.search(text)

@@ -580,6 +580,18 @@ def test_an_experiment_that_extends_another_is_refused(
         _jobs(flag, "experiment=child")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_file_of_another_encoding_is_named(own: Path, encoding: str) -> None:
+    text = "# caf\u00e9\ndefaults: [tiny]\n"
+    file = own / "model" / "mine.yaml"
+    file.write_bytes(text.encode(encoding))
+    with refused("mine.yaml", str(file), allowed="UTF-8", hint="as UTF-8"):
+        _jobs("--config-dir", str(own), "model=mine")
+    file.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    (job,) = _jobs("--config-dir", str(own), "model=mine")
+    assert job.raw["model"]["path"]
+
+
 def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
     (own / "model" / "mine.yaml").write_text("path: [x\n")
     with refused("config file", str(own), allowed="YAML", hint="line 1"):

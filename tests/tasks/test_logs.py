@@ -544,6 +544,55 @@ def test_bytes_of_another_encoding_are_told_from_missing_columns(
         read_log(tmp_path / "log.csv")
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["unix", "windows", "mac"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "marked"])
+def test_lines_may_end_as_on_any_system(mark: str, end: str, tmp_path: Path) -> None:
+    """Not at the separators that only Python takes for ends of lines: they may stand in a text."""
+    row = {"contexts": ["a\u2028b\x85c", "d"], "answers": ["d"]}
+    texts = [
+        json.dumps({"question": f"Q{i}?", **row}, ensure_ascii=False) for i in range(3)
+    ]
+    file = tmp_path / "log.jsonl"
+    file.write_bytes((mark + end.join(texts) + 3 * end).encode())
+    log = read_log(file)
+    assert [(q.line, q.question) for q in log.questions] == [
+        (1, "Q0?"),
+        (2, "Q1?"),
+        (3, "Q2?"),
+    ]
+    assert not log.problems
+    assert log.questions[0].documents[0].text == row["contexts"][0]
+
+
+@pytest.mark.parametrize("score", ["0,83", "high", 10**400])
+def test_a_score_that_is_no_number_is_refused_with_the_form_of_one(
+    score: object, tmp_path: Path
+) -> None:
+    row = {"question": "Who?", "answers": ["she"]}
+    lists = {"documents": [{"text": "she", "score": score}]}
+    beside = {"documents": ["she"], "scores": [score]}
+    for fields in (lists, beside):
+        file = write_lines(tmp_path / "log.jsonl", {**row, **fields})
+        with refused("task.path", allowed="not a number", hint=("point", "0.83")):
+            read_log(file)
+
+
+@pytest.mark.parametrize("kind", ["scores", "document_ids"])
+@pytest.mark.parametrize("cell", ["[1,0; 0,9]", "1.0 0.9", "0.9"])
+def test_a_column_beside_the_documents_that_is_no_list_is_named(
+    cell: str, kind: str, tmp_path: Path
+) -> None:
+    """Without their scores the documents would be ordered as logged, and nobody told why."""
+    row = {"question": "Who?", "contexts": "['she', 'he']", "answers": "she"}
+    pd.DataFrame([{**row, kind: cell}, {**row, kind: "['2', '1']"}]).to_csv(
+        tmp_path / "log.csv", index=False
+    )
+    log = read_log(tmp_path / "log.csv")
+    assert len(log.questions) == 2 and log.questions[0].scores is None
+    (note,) = (note for note in log.notes() if "not used" in note)
+    assert note.startswith(kind.removeprefix("document_")) and ": 1 " in note
+
+
 def test_gold_ids_without_ids_of_documents_are_not_taken_for_indices(
     tmp_path: Path,
 ) -> None:

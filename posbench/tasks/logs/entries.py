@@ -164,7 +164,7 @@ def _looks_asked(fields: Any) -> bool:
 def _lines(data: bytes, skips: Skips) -> Entries:
     """Entries of JSON lines; others are skipped."""
     numbered = []
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    for number, line in enumerate(data.splitlines(), start=1):
         text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         if not text.strip():
             continue

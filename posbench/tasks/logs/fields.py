@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from posbench.tasks.logs.base import LoggedDocument, LoggedQuestion, Skip, indices_of
@@ -90,6 +90,8 @@ PARALLEL_IDS = (
 )
 PARALLEL_SCORES = ("scores", "retrieval_scores", "context_scores")
 """Lists beside the documents, an element for each."""
+LISTED = {"ids": '["d1", "d2"]', "scores": "[0.83, 0.5]"}
+"""How such lists are written."""
 
 TEXT = (
     "text",
@@ -138,6 +140,7 @@ ONE_TEXT = "documents in one text, not in a list"
 IDS_WITHOUT_TEXT = "documents have ids, but no text"
 NO_TEXT = "a document without text"
 LOG_TEXTS = "log the texts beside the ids"
+POINT = "a number with a decimal point, such as 0.83"
 SEPARATOR = " | "
 """Between the aliases of an answer in a cell of CSV."""
 
@@ -179,7 +182,7 @@ def as_number(value: Any, name: str) -> float | None:
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None:
-        raise Skip(f"{name}: not a number")
+        raise Skip(f"{name}: not a number", POINT)
     return number if math.isfinite(number) else None
 
 
@@ -420,6 +423,17 @@ def has_unusable_gold(fields: Mapping[str, Any], question: LoggedQuestion) -> bo
     """Whether an entry names gold documents by ids that its documents do not have."""
     names = first(fields, (*GOLD_IDS, GOLD))
     return names is not None and not question.gold_is_named
+
+
+def unused_lists(fields: Mapping[str, Any], question: LoggedQuestion) -> Iterator[str]:
+    """What of an entry stands beside its documents and is no list, so that the documents are without it."""
+    for kind, names, is_missing in (
+        ("ids", PARALLEL_IDS, any(d.id is None for d in question.documents)),
+        ("scores", PARALLEL_SCORES, question.scores is None),
+    ):
+        value = first(fields, names)
+        if is_missing and value is not None and as_list(value) is None:
+            yield f"{kind} of documents are not used, as they are no list such as {LISTED[kind]}"
 
 
 def _marked_gold(value: Any) -> tuple[int, ...] | None:

@@ -29,6 +29,7 @@ from posbench.tasks.logs.fields import (
     has_distances,
     has_unusable_gold,
     read_question,
+    unused_lists,
 )
 from posbench.tasks.logs.folder import CONTENT, read_folder
 from posbench.tasks.logs.order import seems_small_first
@@ -110,6 +111,7 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
             questions.append(question)
             remarks.update(filter(None, [extracted.get("remark")]))
             remarks.update([UNUSABLE_GOLD] * has_unusable_gold(extracted, question))
+            remarks.update(unused_lists(extracted, question))
             num_distances += has_distances(extracted.get("documents"))
     problems = skips.problems()
     num_read = len(questions) + sum(problem.count for problem in problems)
