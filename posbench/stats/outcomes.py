@@ -180,6 +180,7 @@ def next_step(
     missing: Iterable[tuple[str, str]],
     max_new_tokens: int,
     thinking_tokens: int | None = None,
+    room: int | None = None,
 ) -> str:
     """Return a hint against the most frequent kind of missing answers.
 
@@ -187,6 +188,7 @@ def next_step(
         missing: Kind and reason of each row without an answer; one at least.
         max_new_tokens: Tokens that an answer may have.
         thinking_tokens: Additional tokens for thinking; None: no thinking.
+        room: Tokens that the context window leaves for an answer; None: not known.
     """
     counts = Counter(missing)
     kinds = Counter[str]()
@@ -197,7 +199,12 @@ def next_step(
         tokens = MORE_TOKENS * max(thinking_tokens, max_new_tokens)
         return f"set model.thinking_tokens={tokens}"
     if kind in (CUT_METRIC, THINKING_METRIC):
-        return f"set task.max_new_tokens={MORE_TOKENS * max_new_tokens}"
+        tokens = MORE_TOKENS * max_new_tokens
+        if room is not None:
+            tokens = min(tokens, room)
+        if tokens <= max_new_tokens:
+            return "once the prompts are shorter: they leave no more room for replies"
+        return f"set task.max_new_tokens={tokens}"
     reason = next(reason for (of, reason), _ in counts.most_common() if of == kind)
     step = ADVICE_OF_OUTCOME[kind.replace("_", " ")]
     for beginning, special_step in ADVICE.items():

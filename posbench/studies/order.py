@@ -652,7 +652,7 @@ def _step_against_missing(
         rows_by_policy: Rows by policy.
         names: The policies in the race, the prompts as retrieved first.
     """
-    answers = (rows_by_policy.get(name, ()) for name in names)
+    answers = [rows_by_policy.get(name, ()) for name in names]
     many = (rows for rows in answers if _missing(rows) > MAX_MISSING)
     rows = next(many, None)
     if rows is None:
@@ -660,7 +660,9 @@ def _step_against_missing(
     kinds = [
         (kind, str(row.get("reason", ""))) for row in rows if (kind := kind_of_row(row))
     ]
-    return next_step(kinds, run.task.max_new_tokens, run.model.thinking_tokens)
+    longest = max(_prompt_tokens(row) for asked in answers for row in asked)
+    room = run.encoder.context_window - longest
+    return next_step(kinds, run.task.max_new_tokens, run.model.thinking_tokens, room)
 
 
 def _judged(examples: Sequence[Example]) -> list[Example]:
@@ -723,9 +725,14 @@ def _in_points(estimate: bootstrap.Estimate) -> dict[str, float]:
     return {"value": value, "ci_low": low, "ci_high": high, "n": estimate.n}
 
 
+def _prompt_tokens(row: Row) -> int:
+    """Tokens of a prompt; 0 where the server counts none."""
+    return int(row.get("prompt_tokens") or row.get("tokens") or 0)
+
+
 def _tokens(rows: Sequence[Row]) -> float | None:
     """Tokens of a question, read and written, on average; None where the server counts none."""
-    read = [row.get("prompt_tokens") or row.get("tokens") or 0 for row in rows]
+    read = [_prompt_tokens(row) for row in rows]
     written = [row.get("reply_tokens") or 0 for row in rows]
     if not any(read):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from posbench.studies.order import OrderStudy
 from posbench.tasks import Example
 from posbench.tasks.logs import read
 from tests.conftest import Result
-from tests.messages import assert_names, assert_refused
+from tests.messages import assert_line_names, assert_names, assert_refused
 from tests.readers import CURVES, reading, reply_of, write_log
 from tests.report.test_explorer import data_of
 
@@ -390,6 +391,28 @@ def test_three_orders_vote(posbench: Call, tmp_path: Path) -> None:
             policies[name]["tokens"]
             for name in ("as_retrieved", "reversed", "shuffled")
         )
+    )
+
+
+def test_more_room_for_replies_is_what_the_window_leaves(
+    posbench: Call, tmp_path: Path
+) -> None:
+    """The embedded model rambles up to the limit; four times that and a prompt are more than its 512 tokens."""
+    log = tmp_path / "log.jsonl"
+    row = {"contexts": ["A is red.", "B is blue."], "answers": ["red"]}
+    lines = [{"question": f"What is the colour of {i}?", **row} for i in range(4)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    typed = ("order", str(log), "model=tiny", "study.policies=[reversed]")
+    result = posbench(*typed, "task.max_new_tokens=100", "budget=60s")
+    (step,) = re.findall(r"next: posbench (.*?)  \(with more room", result.out)
+    tokens = int(re.findall(r"task\.max_new_tokens=(\d+)", step)[-1])
+    assert 100 < tokens < 400
+    longer = step.replace(f"tokens={tokens}", f"tokens={tokens + 1}")
+    assert_refused(posbench(*shlex.split(longer)).err, "prompt length")
+    filled = posbench(*shlex.split(step))
+    assert filled.status == 0, filled.err
+    assert_line_names(
+        filled.out, "next: posbench", f"task.max_new_tokens={tokens}", "no more room"
     )
 
 
