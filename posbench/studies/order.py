@@ -660,7 +660,8 @@ def _step_against_missing(
     kinds = [
         (kind, str(row.get("reason", ""))) for row in rows if (kind := kind_of_row(row))
     ]
-    longest = max(_prompt_tokens(row) for asked in answers for row in asked)
+    lengths = (_prompt_tokens(row) for asked in answers for row in asked)
+    longest = max(lengths, default=0)
     room = run.encoder.context_window - longest
     return next_step(kinds, run.task.max_new_tokens, run.model.thinking_tokens, room)
 
