@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -260,13 +260,19 @@ def reading_items(lm: Any) -> Iterator[BatchItems]:
 
 
 @contextmanager
-def probe_items(lm: Any, ids: Sequence[int]) -> Iterator[None]:
-    """Take two quarters of a prompt for its items, for the duration of a block that looks at no result."""
+def probe_items(lm: Any, prompts: Iterable[Sequence[int]]) -> Iterator[None]:
+    """Take two quarters of each prompt for its items, for the duration of a block that looks at no result.
+
+    Args:
+        lm: A :class:`posbench.model.lm.LM`.
+        prompts: Token ids of the prompts that it reads in the block.
+    """
     known = lm.items
     lm.items = ItemIndex()
-    # The end stays free: a method may run the last tokens of a prompt apart.
-    quarter = len(ids) // 4
-    lm.items.add(ids, [(0, quarter), (quarter, 2 * quarter)])
+    for ids in prompts:
+        # The end stays free: a method may run the last tokens of a prompt apart.
+        quarter = len(ids) // 4
+        lm.items.add(ids, [(0, quarter), (quarter, 2 * quarter)])
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from rich.table import Table
 from posbench.methods import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
+from posbench.model.items import probe_items
 from posbench.model.lm import LM
 from posbench.model.load import CheckpointReader, load_without_weights
 from posbench.pipeline.config import Config
@@ -384,15 +386,18 @@ def measure_speed(
             prompts = [encoded[example.id].ids for example in batch]
             if max_tokens:
                 prompts = [ids[: max_tokens // 2] for ids in prompts[:2]]
-            one_token = _time_generation(lm, prompts, 1)
-            if max_tokens:
-                # A step is short compared with reading, so it is timed after a few tokens.
-                prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
-                first_token = _time_generation(lm, prompts_of_steps, 1)
-            else:
+            # A step is short compared with reading, so behind a cut prompt it is timed after a few tokens.
+            prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
+            if not max_tokens:
                 prompts_of_steps = prompts
+            # No items are known of a prompt that is cut.
+            cut = [*prompts, *prompts_of_steps]
+            with probe_items(lm, cut) if max_tokens else nullcontext():
+                one_token = _time_generation(lm, prompts, 1)
                 first_token = one_token
-            all_tokens = _time_generation(lm, prompts_of_steps, 1 + TIMED_STEPS)
+                if max_tokens:
+                    first_token = _time_generation(lm, prompts_of_steps, 1)
+                all_tokens = _time_generation(lm, prompts_of_steps, 1 + TIMED_STEPS)
             if number:
                 operations += costs.prefill_flops(_plain_reading(prompts))
                 reading_seconds += one_token

@@ -654,7 +654,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
                 # The run itself splits a batch that is too large.
                 suppress(torch.OutOfMemoryError),
                 method.applied(run.lm) as lm,
-                probe_items(lm, ids),
+                probe_items(lm, [ids]),
             ):
                 probe(lm, ids)
         if logits is not None:

@@ -102,6 +102,26 @@ def test_studies_read_what_they_tell(given, tiny, tmp_path, monkeypatch):
     assert sum(work.computed_tokens for work in works) == tiny.tokens_read - before > 0
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("pine",),
+        ("calibrated_attention",),
+        ("position_engineering", "method.theta_a=1", "method.theta_b=2"),
+    ],
+    ids=lambda method: method[0],
+)
+def test_a_method_that_reads_items_is_timed_on_cut_prompts(method, tiny):
+    """A large model reads cut prompts, whose items no task states, and the run's own are as before."""
+    name, *constants = method
+    config = prepare(compose_one(*FEW, f"method={name}", *constants)).config
+    run = build_run(config, QUIET)
+    run.lm = tiny
+    known = tiny.items
+    speed = estimate.measure_speed(run, Costs.of(tiny), max_tokens=64, max_seconds=0)
+    assert speed.operation > 0 and tiny.items is known
+
+
 def test_many_prompts_are_told_from_some(monkeypatch):
     _, (_, whole) = told("task.limit=40")
     monkeypatch.setattr(estimate, "ESTIMATE_CHARACTERS", 3000)
