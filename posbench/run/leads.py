@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -37,8 +38,8 @@ def words_before(reply: str, answers: Sequence[str]) -> str | None:
 def leads(replies: Sequence[str], answers: Sequence[Sequence[str]]) -> list[str | None]:
     """Return the words of each reply before its answer, also of wrong replies where the right ones tell their end.
 
-    Right replies to prompts of one kind come to their answer in the same words (``... is "``). In a reply without the
-    answer those words end the lead, too; where right replies have too few in common it has none.
+    Most right replies to prompts of one kind come to their answer in the same words (``... is "``). In a reply without
+    the answer those words end the lead, too; where right replies have too few in common it has none.
 
     Args:
         replies: Replies to B prompts.
@@ -51,7 +52,8 @@ def leads(replies: Sequence[str], answers: Sequence[Sequence[str]]) -> list[str 
     right = [lead for lead in found if lead is not None]
     if right and not any(right):
         return [""] * len(replies)  # all answer at once, and so do wrong replies
-    cue = _common_end(right)
+    # One that answers at once has no words that could tell.
+    cue = _usual_end([lead for lead in right if lead])
     if len("".join(cue.split())) < MIN_CUE:
         return found
     for index, reply in enumerate(replies):
@@ -60,13 +62,11 @@ def leads(replies: Sequence[str], answers: Sequence[Sequence[str]]) -> list[str 
     return found
 
 
-def _common_end(texts: Sequence[str]) -> str:
-    """The longest text that all texts end with; empty without texts."""
-    shortest = min(texts, key=len, default="")
-    starts = range(len(shortest) + 1)
-    return next(
-        shortest[i:] for i in starts if all(t.endswith(shortest[i:]) for t in texts)
-    )
+def _usual_end(texts: Sequence[str]) -> str:
+    """The longest text that more than half of the texts end with; empty where they have none in common."""
+    ends = Counter(text[i:] for text in texts for i in range(len(text)))
+    usual = (end for end, count in ends.items() if count > len(texts) / 2)
+    return max(usual, key=len, default="")
 
 
 def examples_at_answer(

@@ -50,6 +50,13 @@ def test_a_wrong_reply_ends_its_lead_where_right_ones_do() -> None:
         'The value of "k3" is "',
         None,
     ]
+    # One right reply that answers at once, and one in other words, take nothing from the others'.
+    odd = [*replies, "v5", "Sure: v6"]
+    assert leads(odd, [*answers, ["v5"], ["v6"]]) == [
+        *leads(replies, answers),
+        "",
+        "Sure:",
+    ]
     # Right replies that come to the answer in different words say nothing about wrong ones.
     assert leads(["see a: v1", "it is v2", "is v9"], answers[:3])[2] is None
     # Where right replies answer at once, wrong ones do too.
