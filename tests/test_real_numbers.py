@@ -15,7 +15,12 @@ from tools import pages
 
 ROOT = paths.EXPERIMENTS.parent
 RESULTS = paths.EXPERIMENTS / "results"
-FILES = ("smollm2.csv", "qwen2_5_coder_0_5b.csv", "smollm2_numbers.csv")
+FILES = (
+    "smollm2.csv",
+    "qwen2_5_coder_0_5b.csv",
+    "qwen2_5_coder_0_5b_attention.csv",
+    "smollm2_numbers.csv",
+)
 NUMBER = r"[+-]?\d+\.?\d*(?:e-?\d+)?"
 GROUP = re.compile(rf"({NUMBER})\s*(?:%|points|nats)?\s*\[({NUMBER}),\s*({NUMBER})\]")
 Interval = tuple[float, float, float]
