@@ -618,8 +618,8 @@ def _searches_glance(folder: Path, gains: pd.DataFrame) -> Glance:
         tone = "good"
     listed = ", ".join(f"{number} {text}" for text, number in counts.items())
     sentence = (
-        "On held-back prompts, over the model without what was found, "
-        f"of {len(words)} {'search' if len(words) == 1 else 'searches'}: {listed}."
+        f"Of {len(words)} {'search' if len(words) == 1 else 'searches'}, checked on held-back prompts "
+        f"against the model without what was found: {listed}."
     )
     command, purpose = "", ""
     for run in sweep_runs(folder):

@@ -365,7 +365,7 @@ def test_searches_alone_are_joined_by_their_gains(tmp_path: Path) -> None:
     for told in (" ".join(out.getvalue().split()), words):
         assert "1 of 3 checked gain" in told
         counts = "1 gains, 1 cannot tell, 1 not checked, 1 harms"
-        assert f"of 4 searches: {counts}." in told
+        assert "Of 4 searches, checked" in told and f"found: {counts}." in told
         assert "tiny gains loss 0.500 [" in told and "0.5 1 8" in told
         assert "tiny_b cannot tell loss" in told
         assert "1 1 (question_first_and_last alone) 8" in told
