@@ -1120,7 +1120,7 @@ SMALL = [
         "task.path",
         "{files}/notgzip.jsonl.gz",
         ".jsonl.gz",
-        "0",
+        "Not a gzipped",
     ),
     (
         "missing field",
