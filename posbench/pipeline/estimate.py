@@ -386,13 +386,13 @@ def measure_speed(
             prompts = [encoded[example.id].ids for example in batch]
             if max_tokens:
                 prompts = [ids[: max_tokens // 2] for ids in prompts[:2]]
-            # A step is short compared with reading, so behind a cut prompt it is timed after a few tokens.
-            prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
-            if not max_tokens:
-                prompts_of_steps = prompts
+            prompts_of_steps = prompts
+            if max_tokens:
+                # A step is short compared with reading, so it is timed after a few tokens.
+                prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
             # No items are known of a prompt that is cut.
-            cut = [*prompts, *prompts_of_steps]
-            with probe_items(lm, cut) if max_tokens else nullcontext():
+            cut_prompts = [*prompts, *prompts_of_steps]
+            with probe_items(lm, cut_prompts) if max_tokens else nullcontext():
                 one_token = _time_generation(lm, prompts, 1)
                 first_token = one_token
                 if max_tokens:

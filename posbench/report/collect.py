@@ -285,14 +285,14 @@ class Entry:
 
         Where results of one model have settings, a first column names them.
         """
-        settings = [result.setting for result in self.results]
+        names_settings = any(result.setting for result in self.results)
         frames = []
-        for result, setting in zip(self.results, settings, strict=True):
+        for result in self.results:
             for name in ("findings", "findings_summary"):
                 frame = result.read_table(name)
                 if frame is not None:
-                    if any(settings):
-                        frame.insert(0, "setting", setting)
+                    if names_settings:
+                        frame.insert(0, "setting", result.setting)
                     frames.append(frame)
         return _concat(frames)
 
@@ -329,10 +329,11 @@ class Entry:
         if len(self.cells):
             by_kind["cells"] = (self.cells, paper_table(self.cells))
         if len(self.findings):
-            named = self.findings
-            if "setting" in named:
-                named = named.assign(model=named["run"])
-            claims = tables.findings_table(named, models=True)
+            labelled = self.findings
+            if "setting" in labelled:
+                # A run's label names its model and setting.
+                labelled = labelled.assign(model=labelled["run"])
+            claims = tables.findings_table(labelled, models=True)
             by_kind["claims"] = (self.findings, claims)
         score_tables = [result.scores.table for result in self.results if result.scores]
         if score_tables:
@@ -365,15 +366,16 @@ def collect_entries(folder: Path) -> list[Entry]:
         for name in sorted(suites, key=natural_order)
     ]
     # A sweep over studies or tasks lies beside the runs of the first.
-    elsewhere = {
+    runs_elsewhere = {
         run.path
         for entry in entries
         for run in entry.runs
         if run.path.parents[1].name != entry.name
     }
     for index, entry in enumerate(entries):
-        own = {folder for folder in elsewhere if folder.parents[1].name == entry.name}
-        results = [r for r in entry.results if r.folder.resolve() not in own]
+        # The runs of this suite that such a sweep shows.
+        shown = {run for run in runs_elsewhere if run.parents[1].name == entry.name}
+        results = [r for r in entry.results if r.folder.resolve() not in shown]
         entries[index] = Entry(entry.name, results, entry.faults)
     return [entry for entry in entries if entry.results or entry.faults]
 

@@ -238,7 +238,8 @@ def _read_summary(folder: Path) -> tuple[RunSummary, list[dict[str, str]]]:
         The summary, and the rows of metrics.csv from which its estimates are made; none unless the run is done.
     """
     run = open_run_dir(folder)
-    config, config_as_run = dict[str, Any](), dict[str, Any]()
+    config = dict[str, Any]()
+    config_as_run = dict[str, Any]()
     try:
         tables = [f"{name}.csv" for name in run.read_json(STUDY_FILE).get("tables", ())]
         read_files = (

@@ -223,21 +223,11 @@ def same_runs_note(
     equal = list[str]()
     qualified = list[str]()
     for of_run in of_runs.values():
-        values = {
-            key: dict.fromkeys(s.get(key, "(default)") for s in of_run)
-            for key in _varied_keys(of_run)
-        }
-        if len(of_run) < math.prod(map(len, values.values())):
-            # Keys that vary together: their values crossed would name other runs.
-            each = (", ".join(f"{key}={s.get(key)}" for key in values) for s in of_run)
-            equal.append(" and ".join(each))
-            qualified.append(equal[-1])
-            continue
-        texts = {key: f"{key}={' and '.join(of_key)}" for key, of_key in values.items()}
-        equal.append(", ".join(texts.values()))
+        texts = _values_of_one_run(of_run)
+        equal.append(", ".join(filter(None, texts.values())))
         if texts:
             first = {key: f"{key}={value}" for key, value in of_run[0].items()}
-            of_all = (texts.get(key) or first.get(key) for key in varied)
+            of_all = (texts.get(key, first.get(key)) for key in varied)
             qualified.append(", ".join(filter(None, of_all)))
     # What is one run under every value of the other keys is named without them.
     named = equal[:1] if len(set(equal)) == 1 else qualified
@@ -248,6 +238,24 @@ def same_runs_note(
         f"{len(settings)} settings are {len(of_runs)} {noun_for(len(of_runs), 'run')}"
     )
     return ": ".join(filter(None, [count, "; ".join(listed)]))
+
+
+def _values_of_one_run(settings: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return by key the values under which several settings are one run, as `factor=1 and 1.0`.
+
+    Of keys that vary together, whose values crossed would name other runs, the first one has the text of all.
+    """
+    values = {
+        key: dict.fromkeys(setting.get(key, "(default)") for setting in settings)
+        for key in _varied_keys(settings)
+    }
+    if len(settings) < math.prod(map(len, values.values())):
+        names = (
+            ", ".join(f"{key}={setting.get(key)}" for key in values)
+            for setting in settings
+        )
+        return dict.fromkeys(values, "") | {next(iter(values)): " and ".join(names)}
+    return {key: f"{key}={' and '.join(of_key)}" for key, of_key in values.items()}
 
 
 def find_finished_sweep(
@@ -621,9 +629,10 @@ def _searches_glance(folder: Path, gains: pd.DataFrame) -> Glance:
         f"Of {len(words)} {'search' if len(words) == 1 else 'searches'}, checked on held-back prompts "
         f"against the model without what was found: {listed}."
     )
+    first_gaining = gains["run"].iloc[words.index("gains")] if count else ""
     command, purpose = "", ""
     for run in sweep_runs(folder):
-        if count and _run_label(run) == gains["run"].iloc[words.index("gains")]:
+        if _run_label(run) == first_gaining:
             glance = run_glance(run)
             command, purpose = glance.next, glance.purpose
     return Glance(

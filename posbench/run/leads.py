@@ -64,9 +64,15 @@ def leads(replies: Sequence[str], answers: Sequence[Sequence[str]]) -> list[str 
 
 def _usual_end(texts: Sequence[str]) -> str:
     """The longest text that more than half of the texts end with; empty where they have none in common."""
-    ends = Counter(text[i:] for text in texts for i in range(len(text)))
-    usual = (end for end, count in ends.items() if count > len(texts) / 2)
-    return max(usual, key=len, default="")
+    usual = ""
+    # What so many end with has shorter ends that as many share.
+    for length in range(1, max(map(len, texts), default=0) + 1):
+        ends = Counter(text[-length:] for text in texts if len(text) >= length)
+        end, count = ends.most_common(1)[0]
+        if count <= len(texts) / 2:
+            break
+        usual = end
+    return usual
 
 
 def examples_at_answer(
