@@ -695,9 +695,13 @@ class Course:
             step = diagnosis.pilots[-1].step
             if not step and outcomes.PROBLEM in diagnosis.reason:
                 _, _, step = diagnosis.reason.rpartition("; ")
-            if step and "_tokens=" not in step:
+            setting = outcomes.setting_in(step)
+            if step and "_tokens=" not in setting:
                 return step
             key, tokens = self._longer_replies(diagnosis.pilots[-1])
+            if setting:
+                key, _, number = setting.partition("=")
+                tokens = int(number)
             return self._command_with({key: tokens})
         changes = diagnosis.prompt_changes
         has_bias = diagnosis.verdict in (BIAS, NOT_FIXED)

@@ -136,6 +136,7 @@ def missing_note(
     resamples: int,
     seed: int,
     thinking_tokens: int | None = None,
+    room: int | None = None,
 ) -> str:
     """Explain that a method's scores mean nothing if too many of its rows have no answer.
 
@@ -148,6 +149,7 @@ def missing_note(
         resamples: Shuffles of the test.
         seed: Seed of the test.
         thinking_tokens: Additional tokens for thinking; None: no thinking.
+        room: Tokens that the context window leaves for an answer; None: not known.
 
     Returns:
         ``missing answers: how many of each kind, and the next step``; empty if the scores are valid.
@@ -172,7 +174,7 @@ def missing_note(
         facts += f" ({by_position.min():.1%} to {by_position.max():.1%} by position)"
     missing = rows[rows[KIND] != ""]
     pairs = zip(missing[KIND], missing[REASON], strict=True)
-    step = next_step(pairs, max_new_tokens, thinking_tokens)
+    step = next_step(pairs, max_new_tokens, thinking_tokens, room)
     return f"{PROBLEM}: {facts}; {step}"
 
 

@@ -98,6 +98,7 @@ class Tabulator:
 
     Methods are compared with the one called ``unmodified`` on the same prompts. Intervals that need draws use
     ``resamples`` draws with ``seed``, which is also a column. A served model has ``thinking_tokens`` of its own.
+    The context window has ``window`` tokens; None: not known.
     """
 
     task: Task
@@ -106,6 +107,7 @@ class Tabulator:
     resamples: int
     seed: int
     thinking_tokens: int | None = None
+    window: int | None = None
 
     @property
     def _composes_score(self) -> bool:
@@ -129,7 +131,10 @@ class Tabulator:
         frame, metrics = score_frame(rows, self.task)
         task_metric = self.task.metric
         totals = self._totals(frame, metrics)
-        notes = self._missing_notes(frame)
+        room = None
+        if self.window is not None:
+            room = self.window - max(row.get("tokens") or 0 for row in rows)
+        notes = self._missing_notes(frame, room)
         lines = []
         for group in self._groups(frame, metrics):
             # Rows at each gold position, for metrics that make sense there.
@@ -191,11 +196,12 @@ class Tabulator:
             lines.append({**line, **cells, "note": row.note})
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
-    def _missing_notes(self, frame: pd.DataFrame) -> dict[str, str]:
+    def _missing_notes(self, frame: pd.DataFrame, room: int | None) -> dict[str, str]:
         """Return for each method why missing answers invalidate its scores; an empty text if they do not.
 
         Args:
             frame: A row for each method and prompt.
+            room: Tokens that the context window leaves for an answer after the longest prompt; None: not known.
         """
         return {
             str(method): outcomes.missing_note(
@@ -204,6 +210,7 @@ class Tabulator:
                 self.resamples,
                 self.seed,
                 self.thinking_tokens,
+                room,
             )
             for method, rows in frame.groupby("method", sort=False)
         }

@@ -612,8 +612,10 @@ def _missing_note(run: Run, rows: Sequence[Row]) -> str:
     """Why the scores of a method mean nothing: too many of its replies are no answers; else empty."""
     frame, _ = score_frame(rows, run.task)
     thinking = run.model.thinking_tokens
-    resamples = run.runtime.resamples
-    return missing_note(frame, run.task.max_new_tokens, resamples, 0, thinking)
+    room = run.encoder.context_window - max(row["tokens"] or 0 for row in rows)
+    return missing_note(
+        frame, run.task.max_new_tokens, run.runtime.resamples, 0, thinking, room
+    )
 
 
 def _question(row: Row) -> str:

@@ -128,6 +128,23 @@ def test_no_bias_and_no_headline_of_cut_replies(reader: Reader) -> None:
     assert not any("[" in cell for row in rows for cell in row)
 
 
+def test_no_more_tokens_are_asked_for_than_the_window_has() -> None:
+    kv = task(positions=POSITIONS)
+    rows = [row | {"method": "none", "tokens": 700} for row in rows_of(kv, thinking, 0)]
+    rows[3]["tokens"] = 800
+    for window, step in (
+        (8_000, f"set task.max_new_tokens={4 * BUDGET}"),
+        (1_050, "set task.max_new_tokens=250"),
+        (850, "once the prompts are shorter"),
+    ):
+        tabulator = Tabulator(
+            task=kv, model="m", unmodified="none", resamples=50, seed=0, window=window
+        )
+        text = headline(tabulator.metrics(rows))
+        assert step in text
+        assert ("task.max_new_tokens=" in text) == ("set" in step)
+
+
 def test_cut_replies_are_counted_at_each_position() -> None:
     metrics = metrics_of(task(positions=POSITIONS), ("none", thinking))
     cut = metrics[metrics["metric"] == "cut_replies"].set_index("gold_position")

@@ -256,6 +256,7 @@ def _tabulator(task: Task, model: str, resamples: int, out: RunDir) -> Tabulator
         resamples=resamples,
         seed=getattr(task, "seed", 0),
         thinking_tokens=served.get("thinking_tokens"),
+        window=out.stage(EVALUATE_STAGE).get("window"),
     )
 
 
