@@ -322,6 +322,10 @@ def _compose_job(config: DictConfig, job: Any, arguments: _Arguments) -> Compose
     blocks = {}
     if "model" in groups:
         blocks = _read_blocks(raw["model"], folders, typed)
+    notes: list[str] = []
+    for group in groups:
+        if group in typed and group not in request.grid:
+            notes += _drop_keys_of_experiment(raw[group], group, request, typed)
     # Keys that the model's block may not set.
     fixed = {*typed, *request.set_by_experiment}
     for group in groups:
@@ -349,7 +353,7 @@ def _compose_job(config: DictConfig, job: Any, arguments: _Arguments) -> Compose
         _read_numbers(raw[group], group, classes.get(group))
     return ComposedConfig(
         raw=raw,
-        notes=tuple(_fit_positions(raw, typed)),
+        notes=(*notes, *_fit_positions(raw, typed)),
         experiment=request.experiment,
         grid=request.grid,
         typed=typed,
@@ -406,6 +410,36 @@ def _keys_of_own_choice(
         if file.is_relative_to(own_folder)
         for key in leaf_keys(data, group)
     }
+
+
+def _drop_keys_of_experiment(
+    node: dict[str, Any], group: str, request: Request, typed: Sequence[str]
+) -> Iterator[str]:
+    """Drop settings of an experiment that belong to its own choice of a group, where the user chose another.
+
+    Args:
+        node: The group's node; changed.
+        group: The config group.
+        request: The experiment, with the dotted keys that it sets.
+        typed: Dotted keys that the user set, which stay.
+
+    Yields:
+        A line that names them, if there are any.
+    """
+    if "_target_" not in node:
+        return
+    cls, _ = resolve_target(node, object, group)
+    of_experiment, of_user = (
+        {".".join(key.split(".")[:2]) for key in keys}
+        for keys in (request.set_by_experiment, typed)
+    )
+    fields = {f"{group}.{name}" for name in default_values(cls)}
+    foreign = of_experiment - of_user - fields
+    dropped = [key for name in node if (key := f"{group}.{name}") in foreign]
+    for key in dropped:
+        del node[key.partition(".")[2]]
+    if dropped:
+        yield f"{', '.join(dropped)}: left out, the {group} that was chosen has no such setting"
 
 
 def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:

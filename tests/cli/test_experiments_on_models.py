@@ -109,3 +109,15 @@ def test_the_hint_of_missing_files_keeps_the_experiment(
         prepare(jobs.composed[0], download=False)
     hint = "posbench fetch experiment=lpes_table2 method=moice model=vicuna_7b"
     assert {fault.hint for fault in refused.value.faults} == {hint}
+
+
+def test_settings_of_an_experiment_s_own_task_are_left_out_with_another_task() -> None:
+    args = ["experiment=liu2023", "model=tiny", "task=kv_retrieval", "task.pairs=20"]
+    job = compose_one(*args)
+    assert refusals(job) == []
+    task = job.raw["task"]
+    assert (task["name"], task["pairs"], task["limit"]) == ("kv_retrieval", 20, 500)
+    (note,) = job.notes
+    assert note.startswith("task.documents, task.reading: left out")
+    typed = refusals(compose_one(*args, "task.documents=5"))
+    assert [fault.field for fault in typed] == ["task.documents"]
