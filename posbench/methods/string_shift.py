@@ -13,7 +13,7 @@ from posbench.methods.relative_positions import (
     default_window,
 )
 from posbench.model.lm import LM
-from posbench.schema import Positive, Tokens
+from posbench.schema import Scale, Tokens
 
 OFFICIAL_FACTOR = 0.1 * math.log(2) + 1
 """Factor of cos and sin in the released program."""
@@ -47,7 +47,7 @@ class StringShift(RelativePositions):
     offset: Tokens | None = None
     local_window: Tokens | None = None
     variant: Literal["paper", "official"] = "paper"
-    attention_factor: Positive | None = None
+    attention_factor: Scale | None = None
 
     @classmethod
     def example(cls, lm: LM) -> Self:

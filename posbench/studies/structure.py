@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import scipy
+from annotated_types import Gt, Le
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
@@ -24,7 +25,7 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
 from posbench.run.prompts import item_prompt
-from posbench.schema import Count, Positive, Several
+from posbench.schema import Count, Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate, combined
 from posbench.stats.correlation import spearman
@@ -101,14 +102,14 @@ class Structure(Study):
     Attributes:
         examples: Examples of each gold position at most, for the scores.
         prompts: Prompts among them whose influence is measured, spread evenly over the gold positions.
-        text_share: Length of the neutral text, as a share of the prompt's tokens.
+        text_share: Length of the neutral text, as a share of the prompt's tokens, ten at most.
     """
 
     smallest: ClassVar[Mapping[str, int]] = {"examples": 6, "prompts": 6}
 
     examples: Count = 40
     prompts: Several = 40
-    text_share: Positive = 1 / 3
+    text_share: Annotated[float, Gt(0), Le(10)] = 1 / 3
 
     def check(self, run: Run) -> None:
         """Refuse a task without two gold positions, prompts too long with the text, and methods without whole maps.
