@@ -593,6 +593,24 @@ def test_a_column_beside_the_documents_that_is_no_list_is_named(
     assert note.startswith(kind.removeprefix("document_")) and ": 1 " in note
 
 
+@pytest.mark.parametrize("score", [None, float("nan"), float("inf")])
+def test_scores_that_a_document_lacks_are_named(
+    score: float | None, tmp_path: Path
+) -> None:
+    """Its question keeps the order of the log then, whatever the other documents score."""
+    documents = [{"text": "she", "score": 0.1}, {"text": "he", "score": 0.9}]
+    row = {"question": "Who?", "documents": documents, "answers": ["she"]}
+    gap = {**row, "documents": [documents[0], {**documents[1], "score": score}]}
+    none = {**row, "documents": [{"text": "she"}, {"text": "he"}]}
+    single = {**row, "documents": documents[:1]}
+    log = read_log(write_lines(tmp_path / "log.jsonl", row, gap, none, single))
+    assert [q.scores for q in log.questions] == [[0.1, 0.9], None, None, [0.1]]
+    (note,) = (note for note in log.notes() if "scores are not used" in note)
+    assert note.endswith(": 1 of 4 lines")
+    (note,) = (note for note in log.notes() if "single document" in note)
+    assert note.startswith("1 of 4 ")
+
+
 def test_gold_ids_without_ids_of_documents_are_not_taken_for_indices(
     tmp_path: Path,
 ) -> None:
@@ -602,7 +620,7 @@ def test_gold_ids_without_ids_of_documents_are_not_taken_for_indices(
     log = read_log(write_lines(tmp_path / "a.jsonl", *rows))
     assert [q.gold for q in log.questions] == [(0,), (0,), (1,)]
     assert [q.gold_is_named for q in log.questions] == [False, False, True]
-    assert any("ids" in note and "2 lines" in note for note in log.notes())
+    assert any("ids" in note and "2 of 3 lines" in note for note in log.notes())
 
 
 def test_titles_may_be_empty_and_passages_long_or_repeated() -> None:

@@ -425,8 +425,8 @@ def has_unusable_gold(fields: Mapping[str, Any], question: LoggedQuestion) -> bo
     return names is not None and not question.gold_is_named
 
 
-def unused_lists(fields: Mapping[str, Any], question: LoggedQuestion) -> Iterator[str]:
-    """What of an entry stands beside its documents and is no list, so that the documents are without it."""
+def unused_parts(fields: Mapping[str, Any], question: LoggedQuestion) -> Iterator[str]:
+    """What of an entry's documents is not used: lists that are none, and scores that not every document has."""
     for kind, names, is_missing in (
         ("ids", PARALLEL_IDS, any(d.id is None for d in question.documents)),
         ("scores", PARALLEL_SCORES, question.scores is None),
@@ -434,6 +434,8 @@ def unused_lists(fields: Mapping[str, Any], question: LoggedQuestion) -> Iterato
         value = first(fields, names)
         if is_missing and value is not None and as_list(value) is None:
             yield f"{kind} of documents are not used, as they are no list such as {LISTED[kind]}"
+    if question.scores is None and any(d.score is not None for d in question.documents):
+        yield "scores are not used where a document has none, or one that is no finite number"
 
 
 def _marked_gold(value: Any) -> tuple[int, ...] | None:

@@ -29,7 +29,7 @@ from posbench.tasks.logs.fields import (
     has_distances,
     has_unusable_gold,
     read_question,
-    unused_lists,
+    unused_parts,
 )
 from posbench.tasks.logs.folder import CONTENT, read_folder
 from posbench.tasks.logs.order import seems_small_first
@@ -111,13 +111,16 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
             questions.append(question)
             remarks.update(filter(None, [extracted.get("remark")]))
             remarks.update([UNUSABLE_GOLD] * has_unusable_gold(extracted, question))
-            remarks.update(unused_lists(extracted, question))
+            remarks.update(unused_parts(extracted, question))
             num_distances += has_distances(extracted.get("documents"))
     problems = skips.problems()
     num_read = len(questions) + sum(problem.count for problem in problems)
     if not questions:
         _refuse_all(file, shape, unit, num_read, skips)
-    lines = [f"{text}: {count} {plural(unit)}" for text, count in remarks.items()]
+    lines = [
+        f"{text}: {count} of {num_read} {plural(unit)}"
+        for text, count in remarks.items()
+    ]
     if references is None:
         lines += _reference_remarks(shape, seen, questions)
     else:
@@ -125,6 +128,10 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
         lines.append(line)
     questions = [_with_gold(question) for question in questions]
     lines += _gold_remarks(questions)
+    num_single = sum(len(question.documents) == 1 for question in questions)
+    if num_single:
+        text = f"{num_single} of {len(questions)} questions have a single document, so that no order can change them"
+        lines.append(text)
     are_distances = 2 * num_distances > len(questions)
     num_rising = sum(map(_rises, questions))
     if not are_distances:
