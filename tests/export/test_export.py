@@ -495,6 +495,20 @@ def test_only_an_export_as_it_was_written_is_replaced(
     )
 
 
+def test_a_run_keeps_its_files_for_itself(
+    posbench: Callable[..., Result], tmp_path: Path, outputs: Path
+) -> None:
+    assert posbench("model=tiny", *SMALL, "stages=[intervene]").status == 0
+    (run,) = run_folders(outputs)
+    files = sorted(run.rglob("*"))
+    call = ["export", "model=tiny", *SMALL, "--to", "lora", "--out"]
+    for out in (run, run / "fix", run / "figures" / "fix"):
+        result = posbench(*call, str(out), verb=True)
+        assert result.status == 2
+        assert_refused(result.err, "--out", str(out), allowed=("outside", run.name))
+    assert sorted(run.rglob("*")) == files
+
+
 def test_weights_are_written_as_published_whatever_the_run_computed_in(
     posbench: Callable[..., Result], tmp_path: Path
 ) -> None:
