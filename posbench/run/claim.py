@@ -48,7 +48,7 @@ def find(
     """
     try:
         absolute = outputs.absolute()
-        existing = next(p for p in (absolute, *absolute.parents) if p.exists())
+        existing = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
         if not existing.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{existing} is no folder")
         folder = None

@@ -1411,6 +1411,12 @@ def test_outputs_that_are_a_file(
     allowed, hint = ("folder", "written"), ("runtime.outputs=DIR", str(outputs))
     _expect(result, outputs, "runtime.outputs", str(outputs), allowed, hint)
     assert outputs.read_text() == "in the way"
+    outputs.unlink()
+    outputs.symlink_to("nowhere")
+    result = posbench(*small)
+    hint = ("runtime.outputs=DIR", "no folder")
+    _expect(result, outputs, "runtime.outputs", str(outputs), allowed, hint)
+    assert outputs.is_symlink() and not outputs.exists()
 
 
 def test_broken_yaml_of_the_user(

@@ -483,8 +483,10 @@ def test_names_of_fields_may_be_written_as_titles(tmp_path: Path) -> None:
         ("log.xlsx", b"PK\x03\x04rest", "Excel", "CSV"),
         ("log.jsonl", gzip.compress(b'{"question": "Q?"}\n'), "gzip", ".gz"),
         ("log.csv", "question;contexts\na;b\n".encode("utf-16"), "UTF-16", "UTF-8"),
+        ("log.jsonl", '{"question": "a"}\n'.encode("utf-16-le"), "UTF-16", "UTF-8"),
+        ("log.jsonl", '{"question": "a"}\n'.encode("utf-16-be"), "UTF-16", "UTF-8"),
     ],
-    ids=["workbook", "gzip", "UTF-16"],
+    ids=["workbook", "gzip", "UTF-16", "UTF-16-LE", "UTF-16-BE"],
 )
 def test_a_file_that_is_no_text_is_named(
     name: str, content: bytes, kind: str, hint: str, tmp_path: Path
@@ -539,6 +541,13 @@ def test_bytes_of_another_encoding_are_told_from_missing_columns(
     (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
     with refused("task.path", allowed="not UTF-8", hint="as UTF-8"):
         read_log(tmp_path / "log.csv")
+    row = {"question": "Où?", "contexts": ["a", "b"], "answers": ["b"]}
+    file = write_lines(tmp_path / "log.jsonl", row)
+    line = json.dumps(row, ensure_ascii=False).encode("latin-1")
+    file.write_bytes(file.read_bytes() + line)
+    log = read_log(file)
+    assert [question.line for question in log.questions] == [1]
+    assert any("1 of 2 lines skipped (bytes that are not" in n for n in log.notes())
     (tmp_path / "log.csv").write_text("question,contexts,answers\nQ?,b\n")
     with refused("task.path", allowed="another number of", hint="the fields question"):
         read_log(tmp_path / "log.csv")

@@ -35,15 +35,18 @@ LISTS = (
     ("traces",),
 )
 """Where one JSON object may hold the list of its entries."""
+UTF16 = "UTF-16", "save it as UTF-8"
 NO_TEXT = (
     (b"PK\x03\x04", "an Excel workbook or an archive", "save the sheet as CSV UTF-8"),
     (b"\xd0\xcf\x11\xe0", "an old Excel workbook", "save the sheet as CSV UTF-8"),
     (b"\x1f\x8b", "gzip", "end its name in .gz"),
-    (b"\xff\xfe", "UTF-16", "save it as UTF-8"),
-    (b"\xfe\xff", "UTF-16", "save it as UTF-8"),
+    (b"\xff\xfe", *UTF16),
+    (b"\xfe\xff", *UTF16),
 )
 """First bytes of files that are no text, what they are, and the next step."""
 NOT_JSON = "not one JSON object"
+NOT_UTF8 = "bytes that are not UTF-8", "the file as UTF-8"
+"""Why a line is skipped, and what is right."""
 SEPARATORS = {",": "commas", "\t": "tabs", ";": ";"}
 """Separators of columns that tools write, by character, and their names; posbench reads the first two."""
 MAX_CELL_CHARACTERS = 1 << 27
@@ -116,7 +119,9 @@ def need_text(file: Path, field: str, data: bytes) -> None:
     Raises:
         UserError: It is a workbook or an archive, is packed, or is UTF-16.
     """
-    for start, kind, hint in NO_TEXT:
+    # Without a mark of its own, UTF-16 shows in the zeros beside Latin letters.
+    unmarked = [(data[:4], *UTF16)] if 0 in data[:4] else []
+    for start, kind, hint in (*NO_TEXT, *unmarked):
         if data.startswith(start):
             allowed = f"JSON lines, JSON, CSV or parquet; this one is {kind}"
             refuse(field, str(file), allowed, hint)
@@ -164,15 +169,19 @@ def _looks_asked(fields: Any) -> bool:
 def _lines(data: bytes, skips: Skips) -> Entries:
     """Entries of JSON lines; others are skipped."""
     numbered = []
+    num_read = 0
     for number, line in enumerate(data.splitlines(), start=1):
         text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         if not text.strip():
             continue
+        num_read += 1
         try:
             numbered.append((number, parse_json(text, finite=False)))
+        except UnicodeDecodeError:
+            skips.add(number, *NOT_UTF8)
         except ValueError:
             numbered.append((number, None))
-    return Entries("line", _objects(numbered, skips), len(numbered))
+    return Entries("line", _objects(numbered, skips), num_read)
 
 
 def _objects(numbered: Iterable[tuple[int, Any]], skips: Skips) -> list[Entry]:
@@ -204,7 +213,7 @@ def _csv(data: bytes, delimiter: str, skips: Skips) -> Entries:
             if None in row or None in row.values() or not names:
                 skips.add(number, "another number of columns than the header")
             elif not _is_utf8(row.values()):
-                skips.add(number, "bytes that are not UTF-8", "the file as UTF-8")
+                skips.add(number, *NOT_UTF8)
             else:
                 fields = {key: value for key, value in row.items() if value != ""}
                 entries.append(Entry(number, fields))
