@@ -976,3 +976,35 @@ def test_references_that_fit_nothing_are_refused(tmp_path: Path) -> None:
     joined = read_log(run, by_id)
     assert joined.questions[0].answers == ("42",) and joined.questions[0].gold == (0,)
     assert any("line 2" in note for note in joined.notes())
+
+
+def test_the_text_of_a_question_joins_before_its_id(tmp_path: Path) -> None:
+    """Ids may count the lines of another file, and one id may stand for several questions."""
+    texts = ["Who came?", "Who left?", "Who sang?"]
+    asked = [{"id": i, "question": q, "contexts": ["a b"]} for i, q in enumerate(texts)]
+    log = write_lines(tmp_path / "log.jsonl", *asked)
+
+    def answers(log: Path, *references: dict[str, Any]) -> list[Any]:
+        file = write_lines(tmp_path / "references.jsonl", *references)
+        read = read_log(log, file)
+        (note,) = (note for note in read.notes() if note.startswith("references of"))
+        return [*(q.answers for q in read.questions), note.partition("; ")[2]]
+
+    turned = [{"id": i, "question": q} for i, q in enumerate(reversed(texts))]
+    found = answers(log, *(r | {"answer": r["question"]} for r in turned))
+    assert found == [*((q,) for q in texts), ""]
+    reworded = {"id": 1, "question": "who was it that left", "answer": "b"}
+    *found, remark = answers(log, reworded)
+    assert found == [None, ("b",), None] and remark.startswith("1 by id alone")
+    shared = write_lines(
+        tmp_path / "shared.jsonl",
+        *(row | {"id": min(i, 1)} for i, row in enumerate(asked)),
+    )
+    *found, remark = answers(shared, {"id": 0, "answer": "a"}, {"id": 1, "answer": "b"})
+    assert found == [("a",), None, None] and remark.startswith("2 share their id")
+    both = [{"id": 7, "question": texts[0], "contexts": [c]} for c in "ab"]
+    both[1]["id"] = 8
+    log = write_lines(tmp_path / "both.jsonl", *both)
+    references = [{"id": row["id"], "question": texts[0]} for row in both]
+    found = answers(log, *(r | {"answer": str(r["id"])} for r in references))
+    assert found == [("7",), ("8",), ""]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from posbench.tasks.logs import fields as names
 from posbench.tasks.logs.base import (
@@ -244,20 +244,25 @@ def _reference_remarks(
     return []
 
 
-def _join(
-    questions: Sequence[LoggedQuestion], file: Path
-) -> tuple[list[LoggedQuestion], str]:
-    """The questions with the answers of a file of references, and a line about it.
+class _References(NamedTuple):
+    """The answers of a file of references.
 
-    Raises:
-        UserError: The file cannot be read, or none of its answers belongs to a question.
+    Attributes:
+        by_both: By id and text of the question; None for an id that is not given.
+        by_question: By text of the question.
+        by_id: By id.
     """
-    skips = Skips()
-    by_question: dict[str, list[str]] = {}
-    by_id: dict[str, list[str]] = {}
+
+    by_both: dict[tuple[str | None, str], list[str]]
+    by_question: dict[str, list[str]]
+    by_id: dict[str | None, list[str]]
+
+
+def _read_references(file: Path, skips: Skips) -> _References:
+    """Read a file of references; ``skips`` receives lines without a question or answers."""
+    found = _References({}, {}, {})
     is_cell = file.name.lower().endswith(TABLES)
-    found = read_entries(file, "references", skips)
-    for number, fields in found.entries:
+    for number, fields in read_entries(file, "references", skips).entries:
         with skips.collecting(number):
             value = first(fields, (*names.REFERENCES, names.ANSWER))
             answers = as_answers(value, is_cell=is_cell)
@@ -266,26 +271,56 @@ def _join(
             if answers is None or not (isinstance(question, str) or name):
                 raise Skip("no question or id, or no answers")
             if isinstance(question, str):
-                by_question.setdefault(comparable(question), []).extend(answers)
+                text = comparable(question)
+                found.by_question.setdefault(text, []).extend(answers)
+                found.by_both.setdefault((name, text), []).extend(answers)
             if name:
-                by_id.setdefault(name, []).extend(answers)
-    joined = []
-    num_joined = 0
+                found.by_id.setdefault(name, []).extend(answers)
+    return found
+
+
+def _join(
+    questions: Sequence[LoggedQuestion], file: Path
+) -> tuple[list[LoggedQuestion], str]:
+    """The questions with the answers of a file of references, and a line about it.
+
+    Where texts and ids disagree the text decides: ids that count lines are those of another file.
+
+    Raises:
+        UserError: The file cannot be read, or none of its answers belongs to a question.
+    """
+    skips = Skips()
+    references = _read_references(file, skips)
+    ids_with_question = {name for name, _ in references.by_both}
+    texts_of_id: dict[str | None, set[str]] = {}
     for question in questions:
+        texts_of_id.setdefault(question.id, set()).add(comparable(question.question))
+    joined = []
+    num_joined = num_otherwise = num_shared = 0
+    for question in questions:
+        text = comparable(question.question)
         # Several lines may ask the same question about different documents.
-        answers_found = by_id.get(question.id) if question.id is not None else None
-        if answers_found is None:
-            answers_found = by_question.get(comparable(question.question))
-        if answers_found is not None:
+        answers = references.by_both.get((question.id, text))
+        answers = answers or references.by_question.get(text)
+        if answers is None and question.id in references.by_id:
+            if len(texts_of_id[question.id]) > 1:
+                num_shared += 1
+            else:
+                answers = references.by_id[question.id]
+                num_otherwise += question.id in ids_with_question
+        if answers is not None:
             num_joined += 1
-            unique = tuple(dict.fromkeys(answers_found))
-            question = question._replace(answers=unique)
+            question = question._replace(answers=tuple(dict.fromkeys(answers)))
         joined.append(question)
-    problems = skips.problems()
-    faults = "".join(
-        f"; {problem.count} lines of {file} skipped ({problem.reason}), the first is line {problem.line}"
-        for problem in problems
-    )
+    remarks = [
+        f"{problem.count} lines of {file} skipped ({problem.reason}), the first is line {problem.line}"
+        for problem in skips.problems()
+    ]
+    if num_shared:
+        remarks.append(f"{num_shared} share their id with another question: give texts")
+    if num_otherwise:
+        remarks.append(f"{num_otherwise} by id alone, as {file} words them otherwise")
+    faults = "".join(f"; {remark}" for remark in remarks)
     if not num_joined:
         allowed = f"answers to the questions of the log, by their text or id{faults}"
         refuse("references", str(file), allowed, f"lines such as {REFERENCE_LINE}")
