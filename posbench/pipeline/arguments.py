@@ -403,9 +403,9 @@ def _name_run_methods(
             outputs = Path(value.strip("'\""))
     nodes: dict[str, dict[str, Any]] = {}
 
-    def name_run(match: re.Match[str]) -> str:
-        constants, node = read_constants(match[1].strip(), outputs.expanduser())
-        name = f"from_{constants.run}"
+    def name_run(run: str) -> str:
+        constants, node = read_constants(run.strip(), outputs.expanduser())
+        name = f"from_{folder_name(constants.run)}"
         nodes[name] = {**node, RUN_CONSTANTS: asdict(constants)}
         ConfigStore.instance().store(group="method", name=name, node=nodes[name])
         return name
@@ -413,7 +413,14 @@ def _name_run_methods(
     rewritten = []
     for override in overrides:
         if override.startswith("method="):
-            override = RUN_OF_METHOD_PATTERN.sub(name_run, override)
+            run = override.removeprefix(f"method={FROM_RUN}")
+            # A folder may have a comma or a quote in its name.
+            if run not in (override, "") and sources.exists(Path(run).expanduser()):
+                override = f"method={name_run(run)}"
+            else:
+                override = RUN_OF_METHOD_PATTERN.sub(
+                    lambda match: name_run(match[1]), override
+                )
         rewritten.append(override)
     return rewritten, nodes
 

@@ -141,7 +141,9 @@ def test_typed_keys_win_over_the_constants_of_a_run(
     posbench: Callable[..., Result],
 ) -> None:
     (source,) = run_folders(outputs)
-    name = f"from:{source}"  # by its folder, too
+    link = outputs.parent / "mine, Anna's"
+    link.symlink_to(source)
+    name = f"from:{link}"  # by its folder, too, whatever its name
     result = posbench(*small, *EVALUATE, f"method={name}", "method.factor=0.25")
     assert result.status == 0, result.err
     applied = json.loads((run_of(outputs, source.name) / "method.json").read_text())
