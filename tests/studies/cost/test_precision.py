@@ -56,7 +56,7 @@ def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     assert set(methods) == {
         name
         for name, choice in all_choices(paths.config_folders(None), blocks).items()
-        if not choice.changes_prompts_alone
+        if choice.changed_part == "model"
         and all(choice.values[key] is not None for key in required_fields(choice.cls))
     }
     for name in methods:
