@@ -186,7 +186,7 @@ class Kills:
 
     def contents(self) -> dict[str, bytes]:
         """Every file under the outputs but locks (empty). Left out: when a run started, how long it took, the
-        checksums of what holds these, and of a study of times all checksums and what ``timed`` names. DONE
+        checksums of what holds these, and of a study of times all checksums and sizes and what ``timed`` names. DONE
         says whether all checksums of its folder hold."""
         found = {}
         for file in sorted(
@@ -222,7 +222,8 @@ class Kills:
 
     def _timeless(self, data: Any) -> Any:
         if isinstance(data, dict):
-            left_out = "|".join((*self.timed, "started", "seconds", "spent", "sum"))
+            moved = ("started", "seconds", "spent", "sum", "sizes")
+            left_out = "|".join((*self.timed, *moved))
             return {
                 k: self._timeless(v)
                 for k, v in data.items()

@@ -221,7 +221,7 @@ JOBS = {
         "study.methods=[prompt_twice,documents_twice]",
         "study.repeats=1",
         "study.timed=1",
-        timed=("seconds", "time(_low|_high)?", "statistic"),
+        timed=("seconds", "time(_low|_high)?", "memory_gb", "statistic"),
     ),
     **_study("rollout", "study.prompts=4", "study.tokens=32", "study.parts=4"),
     **_study("rope_curves", *FEW, "study.prompts=2", "study.distance=100"),

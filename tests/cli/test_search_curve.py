@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -16,7 +17,6 @@ import yaml
 import posbench as package
 from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
-from posbench.model.lm import LM
 from posbench.search.genetic import GeneticSearch
 from posbench.search.gradient import answer_loss
 from tests.conftest import Result, run_folders
@@ -154,21 +154,23 @@ def test_a_killed_search_ends_with_the_same_bytes(
     names = ["search.csv"]
     if command is GENETIC:
         names += ["generations.csv", "curve.csv"]
-    assert posbench(*command, "stages=[search]").status == 0
-    whole = _only(outputs)
-    forward = LM.pad
+    model = type(package.load("tiny").model)
+    forward = model.forward
     left = [0]
 
-    def pad(lm: LM, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    def count_down(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise Killed
-        return forward(lm, rows)
+        return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(LM, "pad", pad)
-    for moment in (3, 5) if command is GRADIENT else (2, 9, 20):
+    monkeypatch.setattr(model, "forward", count_down)
+    assert posbench(*command, "stages=[search]").status == 0
+    whole = _only(outputs)
+    num_forwards = -left[0]
+    for moment in (1 / 4, 1 / 2, 3 / 4):
         own = tmp_path / f"killed{moment}"
-        left[0] = moment + 1
+        left[0] = round(moment * num_forwards)
         with pytest.raises(Killed):
             posbench(*command, "stages=[search]", f"runtime.outputs={own}", verb=True)
         assert (
