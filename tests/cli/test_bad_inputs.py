@@ -1159,7 +1159,7 @@ SMALL = [
         "task.path: {files}/latin.jsonl, line 1",
         "",
         "UTF-8",
-        "line",
+        "as UTF-8",
     ),
     (
         "empty file",
