@@ -22,7 +22,7 @@ from posbench.tasks.items import Positions, gold_indices
 from posbench.tasks.logs import Log, LoggedQuestion, read_log
 from posbench.tasks.logs import fields as log_fields
 from posbench.tasks.logs.base import Entry, Skips
-from posbench.tasks.logs.entries import need_text, read_entries
+from posbench.tasks.logs.entries import read_entries
 from posbench.tasks.logs.read import recognise
 from posbench.tasks.nq_multidoc import INSTRUCTION
 from posbench.tasks.own_questions import (
@@ -35,6 +35,7 @@ from posbench.tasks.own_questions import (
 from posbench.tasks.reading import (
     Line,
     check_subsets,
+    need_text,
     parse_rows,
     raise_faults,
     read_data_rows,

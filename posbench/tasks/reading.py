@@ -21,6 +21,15 @@ from posbench.late import datasets
 T = TypeVar("T")
 MAX_FAULTS = 10
 """Faults of a file that are reported together."""
+UTF16 = "UTF-16 or UTF-32", "save it as UTF-8"
+NO_TEXT = (
+    (b"PK\x03\x04", "an Excel workbook or an archive", "save the sheet as CSV UTF-8"),
+    (b"\xd0\xcf\x11\xe0", "an old Excel workbook", "save the sheet as CSV UTF-8"),
+    (b"\x1f\x8b", "gzip", "end its name in .gz"),
+    (b"\xff\xfe", *UTF16),
+    (b"\xfe\xff", *UTF16),
+)
+"""First bytes of files that are no text, what they are, and the next step."""
 MAX_LINE_CHARACTERS = 1 << 22
 """Longest line of JSON, ten times the longest documents of the benchmarks."""
 
@@ -256,16 +265,20 @@ def _rows(
                 yield number, dict(row)
             return
         with _open(file, member) as stream:
+            need_text(file_label, field, stream.buffer.peek(4))
             if kind == ".csv":
                 reader = csv.DictReader(stream, fieldnames=names or None)
                 need_distinct(reader.fieldnames or ())
+                need_utf8("".join(reader.fieldnames or ()))
                 for row in reader:
+                    need_utf8("".join(map(str, row.values())))
                     number = reader.line_num
                     if None in row or None in row.values():
                         raise ValueError("another number of columns than the header")
                     yield number, row
                 return
             while text := stream.readline(MAX_LINE_CHARACTERS):
+                need_utf8(text)
                 number += 1
                 if not text.strip():
                     continue
@@ -285,11 +298,37 @@ def _rows(
         hint = f"check {place} ({reason})"
         refuse(field, file_label, allowed, hint)
     except UnicodeError as error:
-        line = Line({}, field, file_label, number + 1)
-        line.refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
+        # Other lines may well have the same fault: one word on the file will do.
+        location = f"task.{field}: {file_label}, line {number + 1}"
+        hint = "save the file as UTF-8"
+        raise LineError(location, "", "UTF-8 text", hint) from error
     except (ValueError, csv.Error) as error:
         line = Line({}, field, file_label, max(number, 1))
         line.refuse(f"one CSV row with the header's columns ({error})")
+
+
+def need_text(file: Path | str, field: str, data: bytes) -> None:
+    """Refuse files that others take for text, with the way to make text of them.
+
+    Args:
+        file: The file.
+        field: Key that named it, without ``task.``.
+        data: Its first bytes.
+
+    Raises:
+        UserError: It is a workbook or an archive, is packed, or is UTF-16.
+    """
+    # Without a mark of its own, UTF-16 shows in the zeros beside Latin letters.
+    unmarked = [(data[:4], *UTF16)] if 0 in data[:4] else []
+    for start, kind, hint in (*NO_TEXT, *unmarked):
+        if data.startswith(start):
+            allowed = f"JSON lines, JSON, CSV or parquet; this one is {kind}"
+            refuse(field, str(file), allowed, hint)
+
+
+def need_utf8(text: str) -> None:
+    """Raise UnicodeError for a text with surrogates, which stand for bytes that are not UTF-8."""
+    text.encode()
 
 
 def need_distinct(names: Iterable[str]) -> None:
@@ -325,11 +364,13 @@ def _parse_object(text: str, line: Line) -> dict[str, Any]:
 
 
 def _open(file: Path, member: str) -> Any:
-    """Open a file, or a member of a zip file, as a stream of text; ``.gz`` is unpacked."""
+    """Open a file, or a member of a zip file, as a stream of text; ``.gz`` is unpacked.
+
+    Bytes that are not UTF-8 become surrogates, so that their line can be named.
+    """
+    form: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
     if member:
-        return io.TextIOWrapper(
-            zipfile.ZipFile(file).open(member), encoding="utf-8-sig", newline=""
-        )
+        return io.TextIOWrapper(zipfile.ZipFile(file).open(member), newline="", **form)
     if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig")
-    return open(file, encoding="utf-8-sig", newline="")
+        return gzip.open(file, "rt", **form)
+    return open(file, newline="", **form)

@@ -468,7 +468,7 @@ def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
         f"task.path: {mmlu / 'test/us_foreign_policy_test.csv'}, line 1",
         "",
         allowed="UTF-8",
-        hint="line",
+        hint="as UTF-8",
     ):
         _mmlu(mmlu).evaluation()
     with refused(

@@ -500,16 +500,19 @@ def test_a_line_of_longbench_e_without_a_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("content", "named", "hint"),
     [
-        (b'{"input": \n', "JSON"),
-        (b"[1]\n", "JSON object"),
-        (b'{"input": "\xff"}\n', "UTF-8"),
+        (b'{"input": \n', "JSON", "line"),
+        (b"[1]\n", "JSON object", "line"),
+        (b'{"input": "\xff"}\n', "UTF-8", "as UTF-8"),
     ],
 )
-def test_a_broken_file_is_named(content: bytes, named: str, tmp_path: Path) -> None:
-    (tmp_path / "qasper.jsonl").write_bytes(content)
-    with line_refused(tmp_path / "qasper.jsonl", 1, named):
+def test_a_broken_file_is_named(
+    content: bytes, named: str, hint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "qasper.jsonl"
+    file.write_bytes(content)
+    with refused(f"task.path: {file}, line 1", "", allowed=named, hint=hint):
         LongBench(subsets=("qasper",), path=str(tmp_path)).evaluation()
 
 

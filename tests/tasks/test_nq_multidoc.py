@@ -286,15 +286,24 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     latin = tmp_path / "latin.jsonl"
     torn.write_bytes(gzip.compress(AT0.read_bytes())[:-400])
     broken.write_text(AT0.read_text().splitlines()[0] + '\n{"question": \n')
-    latin.write_bytes('{"question": "né"}\n'.encode("latin-1"))
+    good = AT0.read_bytes().splitlines()[0] + b"\n"
+    latin.write_bytes(good + '{"question": "né"}\n'.encode("latin-1") * 2)
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(AT0.read_text().encode("utf-16"))
+    unmarked = tmp_path / "unmarked.jsonl.gz"
+    unmarked.write_bytes(gzip.compress(AT0.read_text().encode("utf-16-le")))
+    for file in (marked, unmarked):
+        with refused("task.path", str(file), allowed="UTF-16", hint="as UTF-8"):
+            _task(file, 1).examples("evaluation")
     with refused("task.path", str(torn), allowed=".jsonl.gz", hint="2"):
         _task(torn, 1).examples("evaluation")
     with refused("task.path", str(tmp_path), hint="Is a directory") as caught:
         _task(tmp_path, 1).examples("evaluation")
     assert "line" not in caught.value.hint, "no line of a folder was read"
-    for file, line, named in ((broken, 2, "JSON"), (latin, 1, "UTF-8")):
-        with line_refused(file, line, named):
-            _task(file, 1).examples("evaluation")
+    with line_refused(broken, 2, "JSON"):
+        _task(broken, 1).examples("evaluation")
+    with refused(f"task.path: {latin}, line 2", "", allowed="UTF-8", hint="as UTF-8"):
+        _task(latin, 1).examples("evaluation")
     with refused(
         "task.path",
         str(tmp_path / "absent.jsonl"),

@@ -346,6 +346,10 @@ def test_all_faults_are_told_in_order_but_ten_at_most(tmp_path: Path) -> None:
     first, sixth = told.value.faults[0], told.value.faults[5]
     assert_names(first.allowed, "JSON object", "UTF-8")
     assert_names(sixth.allowed, "JSON object", "UTF-8")
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(file.read_bytes().replace(b"{broken", b"\xe9") + b"\xe9\n" * 20)
+    with refused(f"task.path: {latin}, line 2", "", allowed="UTF-8", hint="as UTF-8"):
+        task(latin).evaluation()
     with pytest.raises(UserError) as told:
         task(write(tmp_path / "b.jsonl", ITEMS, *[{}] * 3)).evaluation()
     assert len(told.value.faults) == 11 and "2 more" in str(told.value).splitlines()[-1]

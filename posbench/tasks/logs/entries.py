@@ -18,7 +18,7 @@ import numpy as np
 from posbench.files.parse import parse_json
 from posbench.late import pd
 from posbench.tasks.logs.base import Entry, Skips
-from posbench.tasks.reading import need_distinct, refuse
+from posbench.tasks.reading import need_distinct, need_text, refuse
 
 LISTS = (
     ("results", "results"),
@@ -35,15 +35,6 @@ LISTS = (
     ("traces",),
 )
 """Where one JSON object may hold the list of its entries."""
-UTF16 = "UTF-16", "save it as UTF-8"
-NO_TEXT = (
-    (b"PK\x03\x04", "an Excel workbook or an archive", "save the sheet as CSV UTF-8"),
-    (b"\xd0\xcf\x11\xe0", "an old Excel workbook", "save the sheet as CSV UTF-8"),
-    (b"\x1f\x8b", "gzip", "end its name in .gz"),
-    (b"\xff\xfe", *UTF16),
-    (b"\xfe\xff", *UTF16),
-)
-"""First bytes of files that are no text, what they are, and the next step."""
 NOT_JSON = "not one JSON object"
 NOT_UTF8 = "bytes that are not UTF-8", "the file as UTF-8"
 """Why a line is skipped, and what is right."""
@@ -106,25 +97,6 @@ def read_entries(file: Path, field: str, skips: Skips) -> Entries:
         allowed = "a file with lines; this one is empty"
         refuse(field, str(file), allowed, "check the path")
     return found
-
-
-def need_text(file: Path, field: str, data: bytes) -> None:
-    """Refuse files that others take for text, with the way to make text of them.
-
-    Args:
-        file: The file.
-        field: Key that named it, without ``task.``.
-        data: Its content.
-
-    Raises:
-        UserError: It is a workbook or an archive, is packed, or is UTF-16.
-    """
-    # Without a mark of its own, UTF-16 shows in the zeros beside Latin letters.
-    unmarked = [(data[:4], *UTF16)] if 0 in data[:4] else []
-    for start, kind, hint in (*NO_TEXT, *unmarked):
-        if data.startswith(start):
-            allowed = f"JSON lines, JSON, CSV or parquet; this one is {kind}"
-            refuse(field, str(file), allowed, hint)
 
 
 def _json(data: bytes, skips: Skips) -> Entries:

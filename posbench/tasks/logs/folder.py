@@ -16,7 +16,7 @@ from posbench.tasks.logs.fields import (
     as_text,
     first,
 )
-from posbench.tasks.reading import LineError, refuse
+from posbench.tasks.reading import LineError, need_text, refuse
 
 CONTENT = (
     "corpus.jsonl, queries.jsonl, a run (*.trec) and, if there are any, qrels/*.tsv"
@@ -93,9 +93,13 @@ def _by_id(file: Path) -> dict[str, dict[str, Any]]:
 def _columns(file: Path) -> Iterator[tuple[int, Sequence[str]]]:
     """Number and columns of every line that is not blank."""
     try:
-        text = file.read_text("utf-8-sig", errors="replace")
+        data = file.read_bytes()
+        need_text(file, "path", data)
+        text = data.decode("utf-8-sig")
     except OSError as error:
         refuse("path", str(file), "a readable file", str(error.strerror))
+    except UnicodeError:
+        refuse("path", str(file), "UTF-8 text", "save it as UTF-8")
     for number, line in enumerate(text.splitlines(), start=1):
         columns = line.split("\t") if "\t" in line else line.split()
         if line.strip():
