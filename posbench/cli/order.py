@@ -180,6 +180,7 @@ def _write(folder: Path, target: Path, log: str, command: str) -> dict[str, Any]
         ),
         _cause_section(facts, {name: drawn[name] for name in drawn if name == "ranks"}),
         Section("Use it", block=facts["recipe"]),
+        Section("How the log was read", block="\n".join(facts["notes"])),
     ]
     filled_sections = [
         section

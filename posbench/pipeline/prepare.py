@@ -142,6 +142,10 @@ def _prepare(
         from posbench.pipeline.fit_served import fit_to_server
 
         fit, notes = fit_to_server(config, asks_calibration, budget, faults)
+        study = fit.config.study
+        if study and not faults.found:
+            with faults.collecting():
+                study.check(build_run(fit.config, Console(quiet=True)))
     encoder = fit.reader
     faults.raise_any()
     warnings = list(composed.notes)
@@ -154,8 +158,9 @@ def _prepare(
         parts = {config.choice.name: config.choice, **config.choice.parts}
         typed = parts[constants.method].pinned if constants.method in parts else {}
         warnings.append(constants.line(typed))
-    if "evaluate" in config.stages:
+    if config.uses_task:
         warnings += fit.config.task.notes()
+    if "evaluate" in config.stages:
         if encoder.tokenizer and encoder.has_template:
             warnings += _template_warnings(fit.config, encoder)
         warnings += filter(

@@ -178,6 +178,21 @@ class OrderStudy(Study):
             allowed = "a task whose prompts have items: retrieval_log, own_data, nq_multidoc, kv_retrieval"
             hint = "posbench order LOG model=..."
             raise UserError("task", run.task.name, allowed, hint)
+        num_single = sum(len(example.items) == 1 for example in run.evaluation)
+        if num_single == len(run.evaluation) and not self.policies:
+            allowed = f"prompts of several documents: all {num_single} have a single one, which no order can change"
+            hint = "log all retrieved documents, or repeat one: study.policies=[documents_twice]"
+            raise UserError("task", run.task.name, allowed, hint)
+        prepared = self.prepared(run.encoder, run.task, run.all_methods)
+        if len(prepared.methods) == 1:
+            # Where the prompts as retrieved are too long as well, that is the fault.
+            longest = max(run.evaluation, key=lambda e: len(e.prompt))
+            encode_prompt(run.encoder, run.task, longest)
+            unchanged = dict.fromkeys(prepared.same_as, "prompts as retrieved")
+            reasons = _listed_by_reason({**prepared.left_out, **unchanged})
+            allowed = f"policies that change a prompt, unlike {'; '.join(reasons)}"
+            hint = "leave out study.policies, or name others"
+            raise UserError("study.policies", [*self.policies], allowed, hint)
 
     def _is_unranked(
         self, method: Method, task: Task, examples: Sequence[Example]
@@ -278,12 +293,8 @@ class OrderStudy(Study):
             the cause. ``ranks``: accuracy by the rank of the gold document, of the policy in use and of the leader.
         """
         prepared = self.prepared(run.encoder, run.task, run.all_methods)
-        names_by_reason = defaultdict[str, list[str]](list)
-        for name, reason in prepared.left_out.items():
-            names_by_reason[reason].append(name)
-        for reason, names in names_by_reason.items():
-            listed = ", ".join(names)
-            run.console.print(f"order: {listed} left out: {reason}")
+        for line in _listed_by_reason(prepared.left_out):
+            run.console.print(f"order: left out: {line}")
         has_references = any(example.answers for example in run.evaluation)
         asked, kept_back = self._split(_judged(run.evaluation))
         # In the random order of the race, on which its intervals rest.
@@ -353,6 +364,7 @@ class OrderStudy(Study):
             "step": _step_against_missing(run, rows, remaining),
             "causes": dict(Counter(row["cause"] for row in causes)),
             "left_out": prepared.left_out,
+            "notes": run.task.notes(),
             "probes": _probe_facts(probe_rows, examples, run.task.metric),
             "recipe": "",
             "policies": table,
@@ -664,6 +676,18 @@ def _step_against_missing(
     longest = max(lengths, default=0)
     room = run.encoder.context_window - longest
     return next_step(kinds, run.task.max_new_tokens, run.model.thinking_tokens, room)
+
+
+def _listed_by_reason(reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason, with the names of the policies that it concerns.
+
+    Args:
+        reasons: The reason by name of the policy.
+    """
+    names = defaultdict[str, list[str]](list)
+    for name, reason in reasons.items():
+        names[reason].append(name)
+    return [f"{', '.join(listed)} ({reason})" for reason, listed in names.items()]
 
 
 def _judged(examples: Sequence[Example]) -> list[Example]:

@@ -501,6 +501,63 @@ def test_an_unknown_policy_is_refused_before_a_server_is_asked(
     assert_refused(refused.err, "study.policies", "revers", allowed="reversed")
 
 
+def test_what_was_left_out_of_a_log_is_said(posbench: Call, tmp_path: Path) -> None:
+    """Before anything is asked, in order.json and on the page."""
+    log = tmp_path / "log.jsonl"
+    row = {"question": "Who?", "answers": ["a"], "contexts": ["a", "b", "c"]}
+    rows = [{**row, "question": f"Who is {n}?"} for n in range(6)]
+    rows[1] |= {"scores": [0.9, float("nan"), 0.1]}
+    rows[2] |= {"scores": [0.9, "high", 0.1]}
+    rows[3] |= {"contexts": ["a"]}
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = ("study.policies=[reversed]", "study.probes=0", "--yes")
+    with reading(CURVES["primacy"], 0) as server:
+        result = posbench("order", str(log), f"model={server.url}", *few)
+    assert result.status == 0, result.err
+    (page,) = (tmp_path / "outputs/order").glob("*/report.html")
+    said = {
+        "terminal": " ".join(result.out.partition("order: ")[0].split()),
+        "order.json": "\n".join(facts_of(tmp_path)["notes"]),
+        "page": page.read_text(),
+    }
+    for place, text in said.items():
+        assert "1 of 6 lines, the first is line 2" in text, place
+        assert "1 of 6 lines skipped (score: not a number)" in text, place
+        assert "1 of 5 questions have a single document" in text, place
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "policies", "field", "allowed", "hint"),
+    [
+        (1, "", "task", ("all 6", "several documents"), "study.policies"),
+        (1, "reversed", "study.policies", "reversed", "study.policies"),
+        (3, "best_first", "study.policies", "best_first", "study.policies"),
+    ],
+)
+def test_a_comparison_of_equal_prompts_is_refused(
+    posbench: Call,
+    tmp_path: Path,
+    num_documents: int,
+    policies: str,
+    field: str,
+    allowed: tuple[str, ...],
+    hint: str,
+) -> None:
+    log = tmp_path / "log.jsonl"
+    documents = ["a", "b", "c"][:num_documents]
+    row = {"answers": ["a"], "contexts": documents}
+    rows = [{"question": f"Who is {n}?", **row} for n in range(6)]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with reading(CURVES["primacy"], 0) as server:
+        args = [f"model={server.url}", "--yes"]
+        args += [f"study.policies=[{policies}]"] if policies else []
+        result = posbench("order", str(log), *args)
+        assert not server.prompts
+    assert result.status == 2
+    assert_refused(result.err, field, allowed=allowed, hint=hint)
+    assert not (tmp_path / "outputs").exists()
+
+
 LANGCHAIN_ORDER_OF_EIGHT = (1, 3, 5, 7, 6, 4, 2, 0)
 """From the recorded outputs of LongContextReorder: the ranks, from 0, at the places of the new order."""
 ARRANGED: dict[str, Callable[[int], int | None]] = {

@@ -615,7 +615,7 @@ def test_scores_that_a_document_lacks_are_named(
     log = read_log(write_lines(tmp_path / "log.jsonl", row, gap, none, single))
     assert [q.scores for q in log.questions] == [[0.1, 0.9], None, None, [0.1]]
     (note,) = (note for note in log.notes() if "scores are not used" in note)
-    assert note.endswith(": 1 of 4 lines")
+    assert note.endswith(": 1 of 4 lines, the first is line 2")
     (note,) = (note for note in log.notes() if "single document" in note)
     assert note.startswith("1 of 4 ")
 
@@ -945,6 +945,10 @@ def test_a_line_that_would_cost_a_query_a_document_is_refused(
     with pytest.raises(UserError) as refusal:
         read_log(tmp_path)
     assert "run.trec, line 2" in str(refusal.value) and score in str(refusal.value)
+    for encoding, named in (("utf-16", "UTF-16"), ("latin-1", "UTF-8")):
+        (tmp_path / "run.trec").write_bytes("q Q0 é 1 9 x\n".encode(encoding))
+        with refused("task.path", allowed=named, hint="as UTF-8"):
+            read_log(tmp_path)
     (tmp_path / "run.trec").write_text("q Q0 a 1 9 x\nq Q0 b 2 8 x\n")
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\tyes\n")
     with pytest.raises(UserError, match=r"qrels\.tsv, line 2"):

@@ -145,7 +145,7 @@ class Skip(Exception):
 
 
 class Skips:
-    """Collects skipped entries by reason, with the first line of each reason."""
+    """Collects skipped or remarkable entries by reason, with the first line of each reason."""
 
     def __init__(self) -> None:
         self.right = ""

@@ -435,7 +435,10 @@ def unused_parts(fields: Mapping[str, Any], question: LoggedQuestion) -> Iterato
         if is_missing and value is not None and as_list(value) is None:
             yield f"{kind} of documents are not used, as they are no list such as {LISTED[kind]}"
     if question.scores is None and any(d.score is not None for d in question.documents):
-        yield "scores are not used where a document has none, or one that is no finite number"
+        yield (
+            "scores are not used, and the order of the log stands for the ranking, where a document has none, or one "
+            "that is no finite number"
+        )
 
 
 def _marked_gold(value: Any) -> tuple[int, ...] | None:

@@ -101,7 +101,7 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
         # With a file of references, the field ``answer`` is the model's reply.
         seen |= frozenset(names.REFERENCES)
     questions = []
-    remarks: Counter[str] = Counter()
+    remarks = Skips()
     num_distances = 0
     is_cell = file.name.lower().endswith(TABLES)
     for number, fields in entries:
@@ -109,17 +109,20 @@ def _read_log(file: Path, references: Path | None, *stamps: object) -> Log:
             extracted = shape.extract(fields, seen)
             question = read_question(number, extracted, is_cell=is_cell)
             questions.append(question)
-            remarks.update(filter(None, [extracted.get("remark")]))
-            remarks.update([UNUSABLE_GOLD] * has_unusable_gold(extracted, question))
-            remarks.update(unused_parts(extracted, question))
+            if extracted.get("remark"):
+                remarks.add(number, extracted["remark"])
+            if has_unusable_gold(extracted, question):
+                remarks.add(number, UNUSABLE_GOLD)
+            for remark in unused_parts(extracted, question):
+                remarks.add(number, remark)
             num_distances += has_distances(extracted.get("documents"))
     problems = skips.problems()
     num_read = len(questions) + sum(problem.count for problem in problems)
     if not questions:
         _refuse_all(file, shape, unit, num_read, skips)
     lines = [
-        f"{text}: {count} of {num_read} {plural(unit)}"
-        for text, count in remarks.items()
+        f"{remark.reason}: {remark.count} of {num_read} {plural(unit)}, the first is {unit} {remark.line}"
+        for remark in remarks.problems()
     ]
     if references is None:
         lines += _reference_remarks(shape, seen, questions)
