@@ -519,7 +519,8 @@ def _check(
         raise UserError(key, value, allowed, hint)
     if override.is_sweep_override() and not multirun:
         allowed = "one value; a list as [a,b]"
-        raise UserError(key, value, allowed, "sweep with -m (--multirun)")
+        hint = f"sweep with -m (--multirun), or quote a comma: {key}=\"'a,b'\""
+        raise UserError(key, value, allowed, hint)
     group = GROUP_OF_KEY.get(key, key)
     chooses = group in (*paths.GROUPS, CLUSTER) and not override.is_delete()
     # Inside a group, a key that is set to null chooses nothing.
