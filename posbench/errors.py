@@ -96,7 +96,8 @@ def is_machine_fault(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> UserError | None:
-    """An error as one line: bad input, the machine, a name too long for it, or the user's own code.
+    """An error as one line: bad input, the machine, a name too long for it, a file in the way of a folder, or the
+    user's own code.
 
     None for any other, which is a defect of posbench.
     """
@@ -107,7 +108,16 @@ def in_one_line(error: BaseException) -> UserError | None:
         return UserError(
             "file", name, "a file name of at most 255 bytes", "shorten the name"
         )
-    return machine_error(error) or own_code_error(error)
+    return machine_error(error) or own_code_error(error) or _blocked_folder(error)
+
+
+def _blocked_folder(error: BaseException) -> UserError | None:
+    """The error of a folder that cannot be made, as something else has its name; None for any other."""
+    if not isinstance(error, FileExistsError | NotADirectoryError):
+        return None
+    allowed = "a folder that can be made: a file or a link to nothing is in the way"
+    hint = "rename or remove that, or name another folder"
+    return UserError("folder", str(error.filename), allowed, hint)
 
 
 def own_code_error(error: BaseException) -> UserError | None:

@@ -197,7 +197,9 @@ class Course:
     # Parts
 
     def _announce(self) -> None:
-        """Print the limits of the diagnosis, and ask for consent where it costs money."""
+        """Print notes on the task's data and the limits of the diagnosis, and ask for consent where it costs money."""
+        for note in self.runs.task.notes():
+            self.console.print(note)
         budget = self.allowance.budget.text
         if not self.runs.is_served:
             positions = len(self.runs.task.gold_positions)

@@ -51,8 +51,11 @@ COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
 STAGES_PATTERN = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
 """Stages as one would type them; Hydra takes a comma for a sweep."""
-RUN_OF_METHOD_PATTERN = re.compile(rf"\b{FROM_RUN}([^,\[\]'\"]+)")
-"""A run that is named in place of a method; a path may hold spaces."""
+RUN_OF_METHOD_PATTERN = re.compile(
+    rf"""(?P<quote>['"]){FROM_RUN}(?P<quoted>(?:\\.|(?!(?P=quote)).)+)(?P=quote)"""
+    rf"""|\b{FROM_RUN}(?P<bare>[^,\[\]'"]+)"""
+)
+"""A run that is named in place of a method; a path may hold spaces, and in quotes any sign."""
 METHOD_LIST = re.compile(r"\[([^\[\]]*)\]")
 RUN_CONSTANTS = "run_constants"
 """Key of a method's node that names the run its constants come from."""
@@ -403,24 +406,30 @@ def _name_run_methods(
             outputs = Path(value.strip("'\""))
     nodes: dict[str, dict[str, Any]] = {}
 
-    def name_run(run: str) -> str:
-        constants, node = read_constants(run.strip(), outputs.expanduser())
+    def name_run(run: str, typed: str) -> str:
+        constants, node = read_constants(run.strip(), outputs.expanduser(), typed)
         name = f"from_{folder_name(constants.run)}"
         nodes[name] = {**node, RUN_CONSTANTS: asdict(constants)}
         ConfigStore.instance().store(group="method", name=name, node=nodes[name])
         return name
 
+    def name_match(match: re.Match[str]) -> str:
+        if match["bare"]:
+            return name_run(match["bare"], match.string)
+        run = re.sub(r"\\(.)", r"\1", match["quoted"])
+        return name_run(run, run)
+
     rewritten = []
     for override in overrides:
-        if override.startswith("method="):
-            run = override.removeprefix(f"method={FROM_RUN}")
+        key, _, value = override.partition("=")
+        if key == "method":
+            run = value.removeprefix(FROM_RUN)
             # A folder may have a comma or a quote in its name.
-            if run not in (override, "") and sources.exists(Path(run).expanduser()):
-                override = f"method={name_run(run)}"
+            if run not in (value, "") and sources.exists(Path(run).expanduser()):
+                value = name_run(run, run)
             else:
-                override = RUN_OF_METHOD_PATTERN.sub(
-                    lambda match: name_run(match[1]), override
-                )
+                value = RUN_OF_METHOD_PATTERN.sub(name_match, value)
+            override = f"method={value}"
         rewritten.append(override)
     return rewritten, nodes
 
@@ -510,7 +519,8 @@ def _check(
         raise UserError(key, value, allowed, hint)
     if override.is_sweep_override() and not multirun:
         allowed = "one value; a list as [a,b]"
-        raise UserError(key, value, allowed, "sweep with -m (--multirun)")
+        hint = f"sweep with -m (--multirun), or quote a comma: {key}=\"'a,b'\""
+        raise UserError(key, value, allowed, hint)
     group = GROUP_OF_KEY.get(key, key)
     chooses = group in (*paths.GROUPS, CLUSTER) and not override.is_delete()
     # Inside a group, a key that is set to null chooses nothing.

@@ -90,12 +90,15 @@ def fingerprint(read: Sequence[Content]) -> str:
     return short_hash(content_keys(checkpoint, "model"), WEIGHTS_DIGITS)
 
 
-def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, Any]]:
+def read_constants(
+    name: str, outputs: Path, typed: str
+) -> tuple[RunConstants, dict[str, Any]]:
     """Read the method of a run, with the constants that it applied, or else found.
 
     Args:
         name: The run's folder, or its hash in the outputs.
         outputs: The outputs folder.
+        typed: The value of which it may be the beginning alone: a comma, a quote or a bracket ends a bare name.
 
     Returns:
         The constants, and the config node of the method with them.
@@ -110,6 +113,11 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
     folder = find_run(name, outputs)
     if not folder.is_dir():
         allowed = f"a run: its folder, or its hash in {outputs}"
+        if typed not in (name, f"{FROM_RUN}{name}"):
+            allowed += f"; {name!r} is none"
+            quoted = f"\"method='{FROM_RUN}DIR'\""
+            hint = f"quote a folder with a comma, quote or bracket in its name: {quoted}; {hint}"
+            name = typed
         raise UserError(field, name, allowed, hint)
     out = open_undamaged(folder)
     make_importable(out)

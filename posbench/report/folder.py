@@ -14,7 +14,7 @@ from posbench.errors import UserError
 from posbench.files import parse
 from posbench.files.parse import Objects
 from posbench.late import pd
-from posbench.run.folder import JOBS, RUN_MARKS
+from posbench.run.folder import JOBS, need_outside_runs
 from posbench.stats.findings import FINDING_COLUMNS
 from posbench.stats.scores import METRIC_COLUMNS, SUBSET_COLUMNS
 
@@ -260,10 +260,7 @@ def need_destination(out: Path, is_ours: Callable[[], bool], kind: str) -> None:
         is_ours: Returns whether the place holds a folder of the same kind.
         kind: The kind of folder, in words.
     """
-    for folder in (out, *out.absolute().parents):
-        if all((folder / name).is_file() for name in RUN_MARKS):
-            allowed = f"a place outside a run: {folder} is sealed with its files"
-            raise UserError("--out", str(out), allowed, "name another folder")
+    need_outside_runs("--out", out)
     for _ in range(EXCHANGE_ATTEMPTS):
         if is_ours() or not out.exists() or (out.is_dir() and not _has_files(out)):
             return

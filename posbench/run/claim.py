@@ -18,7 +18,14 @@ from typing import Any
 from posbench.errors import MachineError, UserError, is_machine_fault
 from posbench.files.atomic import write_text
 from posbench.files.parse import parse_json
-from posbench.run.folder import PROVENANCE, RunDir, as_json, recorded_run_ids, run_id
+from posbench.run.folder import (
+    PROVENANCE,
+    RunDir,
+    as_json,
+    need_outside_runs,
+    recorded_run_ids,
+    run_id,
+)
 from posbench.run.lease import LEASE_SECONDS, Lease, owning
 
 log = logging.getLogger(__name__)
@@ -44,13 +51,15 @@ def find(
         name: Name of the run's folder.
 
     Raises:
-        UserError: The outputs cannot be read, or not be written where there is something to write.
+        UserError: The outputs lie in a run, cannot be read, or not be written where there is something to write.
     """
+    need_outside_runs("runtime.outputs", outputs)
     try:
-        absolute = outputs.absolute()
+        absolute = (outputs / suite).absolute()
         existing = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
         if not existing.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{existing} is no folder")
+            kind = "no folder" if existing.exists() else "a link to nothing"
+            raise NotADirectoryError(errno.ENOTDIR, f"{existing} is {kind}")
         folder = None
         if (outputs / suite).is_dir():
             version, _ = _find_version(outputs / suite, version_key, name)

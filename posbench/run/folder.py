@@ -698,6 +698,23 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in marks)
 
 
+def need_outside_runs(field: str, place: Path) -> None:
+    """Refuse a place of new files in a run, which would count as damaged.
+
+    Args:
+        field: Key or flag that named the place.
+        place: The place, which may not exist yet.
+
+    Raises:
+        UserError: It is a run's folder, or lies in one.
+    """
+    resolved = place.resolve()
+    for folder in (resolved, *resolved.parents):
+        if all((folder / name).is_file() for name in RUN_MARKS):
+            allowed = f"a place outside a run: {folder} is sealed with its files"
+            raise UserError(field, str(place), allowed, "name another folder")
+
+
 def runs_in(folder: Path) -> list[Path]:
     """Return the run and sweep folders below a folder of outputs, of an experiment or task, or of one version."""
     folder = folder.resolve()

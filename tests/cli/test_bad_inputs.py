@@ -1414,9 +1414,35 @@ def test_outputs_that_are_a_file(
     outputs.unlink()
     outputs.symlink_to("nowhere")
     result = posbench(*small)
-    hint = ("runtime.outputs=DIR", "no folder")
+    hint = ("runtime.outputs=DIR", f"{outputs} is a", "link to nothing")
     _expect(result, outputs, "runtime.outputs", str(outputs), allowed, hint)
     assert outputs.is_symlink() and not outputs.exists()
+    outputs.unlink()
+    outputs.mkdir()
+    suite = outputs / "kv_retrieval"
+    suite.symlink_to("nowhere")
+    result = posbench(*small)
+    assert result.status == 2
+    hint = ("runtime.outputs=DIR", f"{suite} is a", "link to nothing")
+    assert_refused(result.err, "runtime.outputs", allowed=allowed, hint=hint)
+    assert [*outputs.iterdir()] == [suite]
+
+
+def test_folders_that_are_a_link_to_nothing(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path, small: list[str]
+) -> None:
+    outputs.mkdir()
+    link = outputs / "figures"
+    link.symlink_to("nowhere")
+    for args, is_verb in (
+        ((*small, f"hydra.run.dir={link}/run"), False),
+        (("figures", "yu2025_fig6", f"runtime.outputs={outputs}"), True),
+    ):
+        result = posbench(*args, verb=is_verb)
+        assert result.status == 2
+        named = ("a folder", "link to nothing")
+        assert_refused(result.err, "folder", str(link), allowed=named, hint="rename")
+    assert not link.exists()
 
 
 def test_broken_yaml_of_the_user(

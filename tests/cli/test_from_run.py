@@ -17,7 +17,7 @@ from posbench.pipeline.compose import compose
 from posbench.pipeline.constants import RunConstants, calibration_overlap
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 FOUND = ["stages=[search]", "search.held_back=6"]
 EVALUATE = ["stages=[evaluate]"]
@@ -150,6 +150,27 @@ def test_typed_keys_win_over_the_constants_of_a_run(
     assert applied["factor"] == 0.25
     assert "source" not in applied, "these are no longer the constants of that run"
     assert "typed here in place of its own: factor 0.25" in result.out
+
+
+def test_a_folder_with_signs_of_hydra_in_its_name_stands_in_quotes(
+    searched: tuple[Path, str],
+    outputs: Path,
+    small: list[str],
+    posbench: Callable[..., Result],
+) -> None:
+    (source,) = run_folders(outputs)
+    link = outputs.parent / "mine, Anna's"
+    link.symlink_to(source)
+    typed = [*small, *EVALUATE, "--cfg", "job"]
+    escaped = str(link).replace("'", "\\'")
+    for name in (f"'from:{escaped}'", f'"from:{link}"', f"[recite,'from:{escaped}']"):
+        result = posbench(*typed, f"method={name}")
+        assert result.status == 0 and source.name[-8:] in result.out, result.err
+    for name in (f"from:{link}/none", f"[recite,from:{link}]"):
+        result = posbench(*typed, f"method={name}")
+        assert result.status == 2
+        named = ("quote a folder", "'from:DIR'")
+        assert_refused(result.err, "method=from:RUN", name, allowed="run", hint=named)
 
 
 def test_a_part_of_a_list_may_come_from_a_run(

@@ -360,7 +360,7 @@ def test_a_server_reads_documents_of_ones_own_at_every_position(
         for i in range(40)
     ]
     file = tmp_path / "own.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows + rows[:1]))
     server.answer = lambda prompt: prompt[len(prompt) // 2 :]
     result = posbench(
         "diagnose",
@@ -371,6 +371,7 @@ def test_a_server_reads_documents_of_ones_own_at_every_position(
         "runtime.resamples=100",
     )
     assert result.status == 0, result.err
+    assert_line_names(result.out, "1 of 41 lines", "repeat")
     (saved,) = outputs.glob("diagnose/*/diagnosis.json")
     found = json.loads(saved.read_text())
     assert (found["verdict"], found["shape"]["name"]) == ("bias", "recency")

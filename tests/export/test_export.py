@@ -20,6 +20,7 @@ from posbench.cli.main import main
 from posbench.export.write import CARD, RECORD_FILE
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
+from posbench.report.folder import need_destination
 from posbench.run.folder import RunDir, open_run_dir
 from posbench.stats.verdict import FIXED, Verdict
 from tests.conftest import Result, config_of, run_folders
@@ -502,11 +503,21 @@ def test_a_run_keeps_its_files_for_itself(
     (run,) = run_folders(outputs)
     files = sorted(run.rglob("*"))
     call = ["export", "model=tiny", *SMALL, "--to", "lora", "--out"]
-    for out in (run, run / "fix", run / "figures" / "fix"):
+    link = tmp_path / "link"
+    link.symlink_to(run / "figures")
+    for out in (run, run / "fix", run / "figures" / "fix", link / "fix"):
         result = posbench(*call, str(out), verb=True)
         assert result.status == 2
-        assert_refused(result.err, "--out", str(out), allowed=("outside", run.name))
+        where = str(out.resolve())
+        assert_refused(result.err, "--out", where, allowed=("outside", run.name))
+        with refused("--out", str(out), allowed=("outside", run.name)):
+            need_destination(out, lambda: True, "comparison")
+        result = posbench("model=tiny", *SMALL, f"runtime.outputs={out}", verb=True)
+        assert result.status == 2
+        key = "runtime.outputs"
+        assert_refused(result.err, key, str(out), allowed=("outside", run.name))
     assert sorted(run.rglob("*")) == files
+    need_destination(run / ".." / "new", lambda: False, "comparison")
 
 
 def test_weights_are_written_as_published_whatever_the_run_computed_in(

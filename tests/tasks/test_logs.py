@@ -986,7 +986,7 @@ def test_the_text_of_a_question_joins_before_its_id(tmp_path: Path) -> None:
     """Ids may count the lines of another file, and one id may stand for several questions."""
     texts = ["Who came?", "Who left?", "Who sang?"]
     asked = [{"id": i, "question": q, "contexts": ["a b"]} for i, q in enumerate(texts)]
-    log = write_lines(tmp_path / "log.jsonl", *asked)
+    log = asked_log = write_lines(tmp_path / "log.jsonl", *asked)
 
     def answers(log: Path, *references: dict[str, Any]) -> list[Any]:
         file = write_lines(tmp_path / "references.jsonl", *references)
@@ -1012,3 +1012,33 @@ def test_the_text_of_a_question_joins_before_its_id(tmp_path: Path) -> None:
     references = [{"id": row["id"], "question": texts[0]} for row in both]
     found = answers(log, *(r | {"answer": str(r["id"])} for r in references))
     assert found == [("7",), ("8",), ""]
+    # Neither of these is an answer to "Who left?".
+    for references in (
+        [{"id": 1, "question": texts[2], "answer": "c"}],
+        [{"id": 1, "question": f"{n}?", "answer": "c"} for n in "12"],
+    ):
+        *found, remark = answers(asked_log, {"id": 0, "answer": "a"}, *references)
+        assert found[:2] == [("a",), None] and remark.startswith("1 share their id")
+    alike = [
+        {"question": texts[0], "answer": "a"},
+        {"question": texts[0], "answer": "b"},
+    ]
+    *found, remark = answers(asked_log, *alike)
+    assert found[0] == ("a", "b") and remark.startswith("1 have answers from several")
+    *found, remark = answers(asked_log, *alike[:1] * 2)
+    assert found[0] == ("a",) and not remark
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl"])
+def test_an_id_of_a_folder_that_stands_for_two_texts_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "corpus.jsonl", {"_id": "a", "title": "", "text": "A"})
+    write_lines(tmp_path / "queries.jsonl", {"_id": "q", "text": "Who?"})
+    (tmp_path / "run.trec").write_text("q Q0 a 1 9 x\n")
+    rows = [*map(json.loads, (tmp_path / name).read_text().splitlines())]
+    write_lines(tmp_path / name, *rows, *rows)
+    assert {q.question for q in read_log(tmp_path).questions} == {"Who?"}
+    write_lines(tmp_path / name, *rows, {**rows[0], "text": "B"})
+    with refused(f"task.path: {name}, line 2", allowed="once", hint="remove"):
+        read_log(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ CONTENT = (
 RUNS = ("*.trec", "*.run", "run.txt", "runs/*.trec", "runs/*.run")
 RUN_LINE = "query-id Q0 document-id rank score name, such as q1 Q0 d7 1 12.5 bm25"
 QREL_LINE = "query-id document-id relevance, with tabs"
+UNIQUE_ID = "an id that occurs once"
 
 
 def read_folder(folder: Path, skips: Skips) -> list[Entry]:
@@ -34,16 +35,19 @@ def read_folder(folder: Path, skips: Skips) -> list[Entry]:
         skips: Receives queries without documents, and those with documents that the corpus lacks.
 
     Raises:
-        UserError: A file is missing or cannot be read, there are several runs, or a line of a run or of judgements is
-            none: without it a query would miss a document, or its gold one.
+        UserError: A file is missing or cannot be read, there are several runs, an id stands for two texts, or a line of
+            a run or of judgements is none: without it a query would miss a document, or its gold one.
     """
     texts = _by_id(_file(folder, "corpus.jsonl", "corpus.jsonl.gz"))
     queries_file = _file(folder, "queries.jsonl", "queries.jsonl.gz")
     run = _run(_file(folder, *RUNS))
     judged = _judged(folder)
     entries = []
+    asked: dict[str, Mapping[str, Any]] = {}
     for number, fields in read_entries(queries_file, "path", skips).entries:
         query = _name(fields) or ""
+        if query and asked.setdefault(query, fields) != fields:
+            _refuse_line(queries_file, number, [query], UNIQUE_ID)
         ranked = run.get(query)
         if not ranked:
             skips.add(number, NO_DOCUMENTS, f"ranked documents of {query} in the run")
@@ -83,11 +87,14 @@ def _name(fields: Any) -> str | None:
 
 def _by_id(file: Path) -> dict[str, dict[str, Any]]:
     """The documents of a corpus. A query that was given one without id or text is skipped when it is read."""
-    return {
-        name: dict(fields)
-        for _, fields in read_entries(file, "path", Skips()).entries
-        if (name := _name(fields)) is not None and isinstance(fields.get("text"), str)
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for number, fields in read_entries(file, "path", Skips()).entries:
+        name = _name(fields)
+        if name is None or not isinstance(fields.get("text"), str):
+            continue
+        if found.setdefault(name, dict(fields)) != fields:
+            _refuse_line(file, number, [name], UNIQUE_ID)
+    return found
 
 
 def _columns(file: Path) -> Iterator[tuple[int, Sequence[str]]]:

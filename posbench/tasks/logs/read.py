@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -248,7 +248,7 @@ def _reference_remarks(
 
 
 class _References(NamedTuple):
-    """The answers of a file of references.
+    """The answers of a file of references, a tuple for each of its lines.
 
     Attributes:
         by_both: By id and text of the question; None for an id that is not given.
@@ -256,9 +256,9 @@ class _References(NamedTuple):
         by_id: By id.
     """
 
-    by_both: dict[tuple[str | None, str], list[str]]
-    by_question: dict[str, list[str]]
-    by_id: dict[str | None, list[str]]
+    by_both: dict[tuple[str | None, str], list[tuple[str, ...]]]
+    by_question: dict[str, list[tuple[str, ...]]]
+    by_id: dict[str | None, list[tuple[str, ...]]]
 
 
 def _read_references(file: Path, skips: Skips) -> _References:
@@ -275,10 +275,10 @@ def _read_references(file: Path, skips: Skips) -> _References:
                 raise Skip("no question or id, or no answers")
             if isinstance(question, str):
                 text = comparable(question)
-                found.by_question.setdefault(text, []).extend(answers)
-                found.by_both.setdefault((name, text), []).extend(answers)
+                found.by_question.setdefault(text, []).append(answers)
+                found.by_both.setdefault((name, text), []).append(answers)
             if name:
-                found.by_id.setdefault(name, []).extend(answers)
+                found.by_id.setdefault(name, []).append(answers)
     return found
 
 
@@ -294,26 +294,32 @@ def _join(
     """
     skips = Skips()
     references = _read_references(file, skips)
-    ids_with_question = {name for name, _ in references.by_both}
-    texts_of_id: dict[str | None, set[str]] = {}
+    texts_of_id = defaultdict[str | None, set[str]](set)
     for question in questions:
-        texts_of_id.setdefault(question.id, set()).add(comparable(question.question))
+        texts_of_id[question.id].add(comparable(question.question))
+    texts_of_reference = defaultdict[str | None, set[str]](set)
+    for name, text in references.by_both:
+        texts_of_reference[name].add(text)
+    asked = set().union(*texts_of_id.values())
     joined = []
-    num_joined = num_otherwise = num_shared = 0
+    num_joined = num_otherwise = num_shared = num_several = 0
     for question in questions:
         text = comparable(question.question)
         # Several lines may ask the same question about different documents.
-        answers = references.by_both.get((question.id, text))
-        answers = answers or references.by_question.get(text)
-        if answers is None and question.id in references.by_id:
-            if len(texts_of_id[question.id]) > 1:
+        lines = references.by_both.get((question.id, text))
+        lines = lines or references.by_question.get(text)
+        if lines is None and question.id in references.by_id:
+            others = texts_of_reference[question.id]
+            if max(len(texts_of_id[question.id]), len(others)) > 1 or others & asked:
                 num_shared += 1
             else:
-                answers = references.by_id[question.id]
-                num_otherwise += question.id in ids_with_question
-        if answers is not None:
+                lines = references.by_id[question.id]
+                num_otherwise += bool(others)
+        if lines is not None:
             num_joined += 1
-            question = question._replace(answers=tuple(dict.fromkeys(answers)))
+            num_several += len({*map(frozenset, lines)}) > 1
+            answers = dict.fromkeys(answer for line in lines for answer in line)
+            question = question._replace(answers=tuple(answers))
         joined.append(question)
     remarks = [
         f"{problem.count} lines of {file} skipped ({problem.reason}), the first is line {problem.line}"
@@ -323,6 +329,8 @@ def _join(
         remarks.append(f"{num_shared} share their id with another question: give texts")
     if num_otherwise:
         remarks.append(f"{num_otherwise} by id alone, as {file} words them otherwise")
+    if num_several:
+        remarks.append(f"{num_several} have answers from several lines: any is right")
     faults = "".join(f"; {remark}" for remark in remarks)
     if not num_joined:
         allowed = f"answers to the questions of the log, by their text or id{faults}"
