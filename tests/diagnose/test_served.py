@@ -371,7 +371,7 @@ def test_a_server_reads_documents_of_ones_own_at_every_position(
         "runtime.resamples=100",
     )
     assert result.status == 0, result.err
-    assert_line_names(result.out, "1 of 41 lines", "repeat")
+    assert_line_names(result.out, "1 of 41", "repeat")
     (saved,) = outputs.glob("diagnose/*/diagnosis.json")
     found = json.loads(saved.read_text())
     assert (found["verdict"], found["shape"]["name"]) == ("bias", "recency")
