@@ -374,8 +374,8 @@ def collect_entries(folder: Path) -> list[Entry]:
     }
     for index, entry in enumerate(entries):
         # The runs of this suite that such a sweep shows.
-        shown = {run for run in runs_elsewhere if run.parents[1].name == entry.name}
-        results = [r for r in entry.results if r.folder.resolve() not in shown]
+        own = {run for run in runs_elsewhere if run.parents[1].name == entry.name}
+        results = [r for r in entry.results if r.folder.resolve() not in own]
         entries[index] = Entry(entry.name, results, entry.faults)
     return [entry for entry in entries if entry.results or entry.faults]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from posbench import paths
 from posbench.errors import choices
+from posbench.files.choices import read_choice
 from posbench.schema import override_text
 from tests.cli import test_kills, test_tasks
 from tests.cli.task_files import TASKS
@@ -24,9 +24,8 @@ OWN = (
     "study.items=",
 )  # of an experiment, whatever the size
 EVERY = {
-    file.stem: yaml.safe_load(file.read_text(encoding="utf-8"))
-    for folder in paths.group_folders("experiment")
-    for file in folder.glob("*.yaml")
+    name: read_choice("experiment", name, paths.config_folders(None))
+    for name in choices(*paths.group_folders("experiment"))
 }
 
 
@@ -109,11 +108,7 @@ def shrunken(name: str, reader: Path, files: Path) -> list[str]:
     ]
 
 
-SLOW = [
-    pytest.param(n, marks=pytest.mark.slow)
-    for n in choices(*paths.group_folders("experiment"))
-    if n not in SAMPLE
-]
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in EVERY if n not in SAMPLE]
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *SLOW])

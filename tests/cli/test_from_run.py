@@ -134,16 +134,22 @@ def test_the_constants_of_a_run_are_those_of_a_model_file(
     assert "finished before" in same.out
 
 
+@pytest.fixture
+def oddly_named(outputs: Path) -> Path:
+    """A link to the run that searched, with signs of Hydra's grammar in its name."""
+    link = outputs.parent / "mine, Anna's"
+    link.symlink_to(run_folders(outputs)[0])
+    return link
+
+
 def test_typed_keys_win_over_the_constants_of_a_run(
-    searched: tuple[Path, str],
+    oddly_named: Path,
     outputs: Path,
     small: list[str],
     posbench: Callable[..., Result],
 ) -> None:
-    (source,) = run_folders(outputs)
-    link = outputs.parent / "mine, Anna's"
-    link.symlink_to(source)
-    name = f"from:{link}"  # by its folder, too, whatever its name
+    source = oddly_named.resolve()
+    name = f"from:{oddly_named}"  # by its folder, too, whatever its name
     result = posbench(*small, *EVALUATE, f"method={name}", "method.factor=0.25")
     assert result.status == 0, result.err
     applied = json.loads((run_of(outputs, source.name) / "method.json").read_text())
@@ -153,20 +159,19 @@ def test_typed_keys_win_over_the_constants_of_a_run(
 
 
 def test_a_folder_with_signs_of_hydra_in_its_name_stands_in_quotes(
-    searched: tuple[Path, str],
-    outputs: Path,
-    small: list[str],
-    posbench: Callable[..., Result],
+    oddly_named: Path, small: list[str], posbench: Callable[..., Result]
 ) -> None:
-    (source,) = run_folders(outputs)
-    link = outputs.parent / "mine, Anna's"
-    link.symlink_to(source)
     typed = [*small, *EVALUATE, "--cfg", "job"]
-    escaped = str(link).replace("'", "\\'")
-    for name in (f"'from:{escaped}'", f'"from:{link}"', f"[recite,'from:{escaped}']"):
+    escaped = str(oddly_named).replace("'", "\\'")
+    run_hash = oddly_named.resolve().name[-8:]
+    for name in (
+        f"'from:{escaped}'",
+        f'"from:{oddly_named}"',
+        f"[recite,'from:{escaped}']",
+    ):
         result = posbench(*typed, f"method={name}")
-        assert result.status == 0 and source.name[-8:] in result.out, result.err
-    for name in (f"from:{link}/none", f"[recite,from:{link}]"):
+        assert result.status == 0 and run_hash in result.out, result.err
+    for name in (f"from:{oddly_named}/none", f"[recite,from:{oddly_named}]"):
         result = posbench(*typed, f"method={name}")
         assert result.status == 2
         named = ("quote a folder", "'from:DIR'")

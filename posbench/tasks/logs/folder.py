@@ -43,10 +43,10 @@ def read_folder(folder: Path, skips: Skips) -> list[Entry]:
     run = _run(_file(folder, *RUNS))
     judged = _judged(folder)
     entries = []
-    asked: dict[str, Mapping[str, Any]] = {}
+    queries: dict[str, Mapping[str, Any]] = {}
     for number, fields in read_entries(queries_file, "path", skips).entries:
         query = _name(fields) or ""
-        if query and asked.setdefault(query, fields) != fields:
+        if query and queries.setdefault(query, fields) != fields:
             _refuse_line(queries_file, number, [query], UNIQUE_ID)
         ranked = run.get(query)
         if not ranked:
@@ -87,14 +87,14 @@ def _name(fields: Any) -> str | None:
 
 def _by_id(file: Path) -> dict[str, dict[str, Any]]:
     """The documents of a corpus. A query that was given one without id or text is skipped when it is read."""
-    found: dict[str, dict[str, Any]] = {}
+    documents: dict[str, dict[str, Any]] = {}
     for number, fields in read_entries(file, "path", Skips()).entries:
         name = _name(fields)
         if name is None or not isinstance(fields.get("text"), str):
             continue
-        if found.setdefault(name, dict(fields)) != fields:
+        if documents.setdefault(name, dict(fields)) != fields:
             _refuse_line(file, number, [name], UNIQUE_ID)
-    return found
+    return documents
 
 
 def _columns(file: Path) -> Iterator[tuple[int, Sequence[str]]]:

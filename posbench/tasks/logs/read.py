@@ -263,7 +263,7 @@ class _References(NamedTuple):
 
 def _read_references(file: Path, skips: Skips) -> _References:
     """Read a file of references; ``skips`` receives lines without a question or answers."""
-    found = _References({}, {}, {})
+    references = _References(by_both={}, by_question={}, by_id={})
     is_cell = file.name.lower().endswith(TABLES)
     for number, fields in read_entries(file, "references", skips).entries:
         with skips.collecting(number):
@@ -275,11 +275,21 @@ def _read_references(file: Path, skips: Skips) -> _References:
                 raise Skip("no question or id, or no answers")
             if isinstance(question, str):
                 text = comparable(question)
-                found.by_question.setdefault(text, []).append(answers)
-                found.by_both.setdefault((name, text), []).append(answers)
+                references.by_question.setdefault(text, []).append(answers)
+                references.by_both.setdefault((name, text), []).append(answers)
             if name:
-                found.by_id.setdefault(name, []).append(answers)
-    return found
+                references.by_id.setdefault(name, []).append(answers)
+    return references
+
+
+def _texts_by_id(
+    pairs: Iterable[tuple[str | None, str]],
+) -> defaultdict[str | None, set[str]]:
+    """The texts of questions by their id, of which an id may have several."""
+    texts = defaultdict[str | None, set[str]](set)
+    for name, text in pairs:
+        texts[name].add(text)
+    return texts
 
 
 def _join(
@@ -294,13 +304,9 @@ def _join(
     """
     skips = Skips()
     references = _read_references(file, skips)
-    texts_of_id = defaultdict[str | None, set[str]](set)
-    for question in questions:
-        texts_of_id[question.id].add(comparable(question.question))
-    texts_of_reference = defaultdict[str | None, set[str]](set)
-    for name, text in references.by_both:
-        texts_of_reference[name].add(text)
-    asked = set().union(*texts_of_id.values())
+    texts_in_references = _texts_by_id(references.by_both)
+    texts_in_log = _texts_by_id((q.id, comparable(q.question)) for q in questions)
+    all_texts_in_log = {text for texts in texts_in_log.values() for text in texts}
     joined = []
     num_joined = num_otherwise = num_shared = num_several = 0
     for question in questions:
@@ -309,8 +315,10 @@ def _join(
         lines = references.by_both.get((question.id, text))
         lines = lines or references.by_question.get(text)
         if lines is None and question.id in references.by_id:
-            others = texts_of_reference[question.id]
-            if max(len(texts_of_id[question.id]), len(others)) > 1 or others & asked:
+            # What the references ask under this id, which is not this question.
+            others = texts_in_references[question.id]
+            num_texts = max(len(texts_in_log[question.id]), len(others))
+            if num_texts > 1 or others & all_texts_in_log:
                 num_shared += 1
             else:
                 lines = references.by_id[question.id]
