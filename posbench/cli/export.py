@@ -46,8 +46,10 @@ from posbench.report.folder import (
     read_json,
     with_constants,
 )
+from posbench.report.text import describe_window_share
 from posbench.run.base import Run, load_placed
 from posbench.run.folder import (
+    EVALUATE_STAGE,
     FOUND_FILE,
     METHOD_FILE,
     PROVENANCE,
@@ -155,6 +157,8 @@ def export(args: list[str]) -> int:
         source=origin.source or run.method.origin().get("source", ""),
         verdict=verdict,
         is_fix=is_fixed and is_evaluated,
+        prompts=origin.prompts,
+        caution=method.caution(run.lm, run.lm.context_window),
         gain=gain,
         price=price,
         effects=_side_effects(outputs, run, contents, requested, method),
@@ -166,6 +170,8 @@ def export(args: list[str]) -> int:
     prompts = write.comparison_prompts(run)
     comparison = write.write(form, fix, facts, prompts, folder)
     console.print(comparison.words)
+    if facts.prompts:
+        console.print(f"{facts.prompts} {write.LONGER_PROMPTS}")
     console.print(f"{folder}: how to load it stands in {folder / write.CARD}")
     if form.name == "checkpoint" and not any(folder.glob("*.safetensors")):
         console.print(
@@ -261,6 +267,7 @@ class Origin:
     Attributes:
         config: The config of its model, task and method.
         verdict: Its run's verdict on the position bias; None without a run, or where it measured none.
+        prompts: How long its prompts were, in words; empty where that is not known.
         gain: Gain on prompts held back from a search, in words.
         price: Cost of folding, in words, as a search measured it.
         source: Where the method's constants come from.
@@ -268,6 +275,7 @@ class Origin:
 
     config: Config
     verdict: Verdict | None = None
+    prompts: str = ""
     gain: str = ""
     price: str = ""
     source: str = ""
@@ -317,7 +325,8 @@ def _origin_of_run(folder: Path) -> Origin:
     """Return the config of a run with the constants that it applied, and what it knows of them.
 
     Returns:
-        The config, and the run's verdict, gain, price of folding and source of constants, as far as they were recorded.
+        The config, and the run's verdict, lengths of prompts, gain, price of folding and source of constants, as far as
+        they were recorded.
 
     Raises:
         UserError: The run is damaged, or its checkpoint has changed since.
@@ -353,11 +362,12 @@ def _origin_of_run(folder: Path) -> Origin:
     config = fit.config
     search_result: dict[str, Any] = next(iter(found_by_method.values()), {})
     verdict = run_verdict(read_csv(folder / "metrics.csv"))
+    prompts = describe_window_share(run.stage(EVALUATE_STAGE))
     source = str(search_result.get("source", ""))
     typed = typed_in_place(constants)
     if typed:
         # Gain and price belong to the searched constants, not to the typed ones.
-        return Origin(config, verdict, source=f"{source}; {typed}")
+        return Origin(config, verdict, prompts, source=f"{source}; {typed}")
     gain = (
         held_back.summary_line(search_result["held_back"])
         if "held_back" in search_result
@@ -368,7 +378,7 @@ def _origin_of_run(folder: Path) -> Origin:
         if "deploy" in search_result
         else ""
     )
-    return Origin(config, verdict, gain, price, source)
+    return Origin(config, verdict, prompts, gain, price, source)
 
 
 def _need_model_that_does_the_task(origin: Origin) -> None:

@@ -44,6 +44,9 @@ FOLDER_KIND = "folder of posbench export"
 """Name of an exported folder in messages."""
 NUM_PROMPTS = 8
 """Prompts on which the files are compared with the method."""
+LONGER_PROMPTS = (
+    "Longer ones were not measured: repeat the measurement at the length of yours."
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class CardFacts:
         source: Where the constants come from.
         verdict: The verdict on the position bias of the run behind them, in words; empty without one.
         is_fix: Whether that verdict is ``fixed``.
+        prompts: How long its prompts were, in words; empty where that is not known.
+        caution: What to know before the files read long texts; empty where nothing is.
         gain: Their gain on prompts held back from the search, in words.
         price: Cost of folding, in words.
         effects: Side effects on other tasks, as :func:`side_effects` returns them.
@@ -71,6 +76,8 @@ class CardFacts:
     source: str = ""
     verdict: str = ""
     is_fix: bool = False
+    prompts: str = ""
+    caution: str = ""
     gain: str = ""
     price: str = ""
     effects: Sequence[Sequence[str]] = ()
@@ -337,6 +344,7 @@ def card(
     return environment.from_string(source).render(
         about=(type(form).__doc__ or "").splitlines()[0],
         base=fix.base,
+        caution=facts.caution,
         command=facts.command,
         constants=yaml.safe_dump(constants, sort_keys=False),
         effects=effects,
@@ -344,11 +352,13 @@ def card(
         is_fix=facts.is_fix,
         hub=not Path(fix.base).exists(),
         library=form.library,
+        longer_prompts=LONGER_PROMPTS,
         measured=comparison.words[0].upper() + comparison.words[1:],
         method=constants["name"],
         model=fix.lm.name,
         price=facts.price,
         prompt_changes=facts.prompt_changes,
+        prompts=facts.prompts,
         source=facts.source,
         usage=form.usage(fix),
         verdict=facts.verdict,

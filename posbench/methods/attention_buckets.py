@@ -63,6 +63,10 @@ class AttentionBuckets(Method):
         """The model's own base N times, logits mixed."""
         return replace(self, bases=(None,) * len(self.bases), mixture="logits")
 
+    def caution(self, lm: LM, tokens: int) -> str:
+        """See :meth:`Method.caution`."""
+        return rope.caution_about_bases(lm, self.bases, tokens)
+
     def mix(self, logits: Tensor) -> Tensor:
         """Mix the predictions of the bases into one.
 

@@ -206,6 +206,10 @@ class Method(ABC):
             return "changes nothing in the window of this model"
         return f"changes texts of more than {unchanged} tokens"
 
+    def caution(self, lm: LM, tokens: int) -> str:
+        """What a user should know before texts of so many tokens are read under it; empty where nothing is."""
+        return ""
+
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
 

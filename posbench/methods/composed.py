@@ -67,6 +67,11 @@ class Composed(Method):
         """That of the part that changes the shortest texts."""
         return min(part.unchanged_length(lm) for part in self.parts.values())
 
+    def caution(self, lm: LM, tokens: int) -> str:
+        """Those of all parts."""
+        cautions = (part.caution(lm, tokens) for part in self.parts.values())
+        return "; ".join(filter(None, cautions))
+
     def neutral(self) -> Self:
         """Every part neutral."""
         parts = {name: part.neutral() for name, part in self.parts.items()}

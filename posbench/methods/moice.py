@@ -210,6 +210,10 @@ class MoICE(Method):
         """The model's own base, as often as there are bases: whatever the weights, their sum is 1."""
         return replace(self, bases=(None,) * len(self.bases))
 
+    def caution(self, lm: LM, tokens: int) -> str:
+        """See :meth:`Method.caution`."""
+        return rope.caution_about_bases(lm, self.bases, tokens)
+
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
         routers = None

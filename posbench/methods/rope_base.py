@@ -43,6 +43,10 @@ class RopeBase(Method):
         is_own = self.base in (None, rope.own_base(lm.model))
         return lm.context_window if is_own else 0
 
+    def caution(self, lm: LM, tokens: int) -> str:
+        """See :meth:`Method.caution`."""
+        return rope.caution_about_bases(lm, [self.base], tokens)
+
     def folded(self, lm: LM) -> CheckpointChange:
         """The base in the config."""
         return CheckpointChange(rope={"rope_theta": self.base} if self.base else {})

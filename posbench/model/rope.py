@@ -184,6 +184,53 @@ def own_base(model: PreTrainedModel) -> float:
     return float(module.config.rope_parameters["rope_theta"])
 
 
+def reach(base: float, pairs: int, longest: int) -> int:
+    """Distance up to which a key like the query is expected to score above a random one, in tokens.
+
+    For a query, a key close to it and a random one, all with independent coordinates of one variance, the lead expected
+    at distance m is proportional to sum_i cos(m base^(-i / n)), i = 0, ..., n - 1. The reach is the largest distance up
+    to which this sum is nowhere below 0.
+
+    Args:
+        base: The RoPE base.
+        pairs: Rotated channel pairs of a head, n.
+        longest: Largest distance to look at, in tokens.
+
+    Returns:
+        The reach, ``longest`` at most.
+
+    Source: Men et al. 2024, Base of RoPE Bounds Context Length (arXiv 2405.14591), where the smallest base with a reach
+    of a length is the lower bound for it.
+    """
+    distances = torch.arange(longest + 1, dtype=torch.float64)
+    lead = torch.zeros_like(distances)
+    for pair in range(pairs):
+        lead += torch.cos(distances * base ** (-pair / pairs))
+    behind = torch.nonzero(lead < 0)
+    return int(behind[0]) - 1 if len(behind) else longest
+
+
+def caution_about_bases(lm: LM, bases: Iterable[float | None], tokens: int) -> str:
+    """Say that the smallest base reaches less far than the texts and than the model's own; empty where it does not.
+
+    Args:
+        lm: The model, with plain RoPE.
+        bases: Bases theta; None is the model's own.
+        tokens: Tokens of the longest text.
+    """
+    module: Any = rotary_module(lm.model)
+    own = own_base(lm.model)
+    smallest = min(own if base is None else base for base in bases)
+    pairs = module.inv_freq.numel()
+    distance = reach(smallest, pairs, tokens)
+    if distance >= reach(own, pairs, tokens):
+        return ""
+    return (
+        f"in theory (Men et al. 2024) a base of {smallest:,.0f} reaches {distance:,} tokens, and the model's own, "
+        f"{own:,.0f}, more"
+    )
+
+
 def rotated_layers(model: PreTrainedModel) -> list[int]:
     """Return the indices of the layers that rotate queries and keys."""
     if rotary_module(model) is None:

@@ -365,13 +365,13 @@ def _check_parts(
         with faults.collecting(), doing("writing all prompts, to check the longest"):
             lengths = [len(ids) for ids in longest_prompts(run, config.stages)]
             if checkpoint and lengths and not faults.found:
-                notes += _method_without_effect(run, max(lengths))
+                notes += _notes_on_method(run, max(lengths))
     faults.raise_any()
     return notes
 
 
-def _method_without_effect(run: Run, prompt_tokens: int) -> list[str]:
-    """A line where the method reads prompts and replies as the unmodified model does, as they are too short for it.
+def _notes_on_method(run: Run, prompt_tokens: int) -> list[str]:
+    """A line where the prompts are too short for the method to change anything, or too long for its constants.
 
     Args:
         run: The run.
@@ -380,13 +380,21 @@ def _method_without_effect(run: Run, prompt_tokens: int) -> list[str]:
     if "search" in run.stages:
         return []  # its constants are not found yet
     tokens = prompt_tokens + run.task.max_new_tokens
-    reason = run.method.trial().without_effect(run.lm, tokens)
-    if not reason:
-        return []
-    return [
-        f"method: {run.method.choice.name} {reason}, and the longest prompt here has {prompt_tokens}: expect no "
-        "difference"
-    ]
+    method = run.method.trial()
+    name = run.method.choice.name
+    notes = []
+    reason = method.without_effect(run.lm, tokens)
+    if reason:
+        notes.append(
+            f"method: {name} {reason}, and the longest prompt here has {prompt_tokens}: expect no difference"
+        )
+    caution = method.caution(run.lm, tokens)
+    if caution:
+        notes.append(
+            f"method: {name}: {caution}; the longest prompt here has {prompt_tokens:,}, and what is further away may "
+            "be lost"
+        )
+    return notes
 
 
 def _check_prompts_of_method(run: Run, config: Config) -> None:

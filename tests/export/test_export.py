@@ -173,6 +173,7 @@ def test_changes_of_the_prompt_are_left_to_the_user(
     card = (out / CARD).read_text()
     assert "Change the prompts, too" in card and recipe in card
     assert f"(with {change} as well)" in card and "A fix against" not in card
+    assert "of the window of 512" in card and "of the window of 512" in result.out
     assert posbench("verify", str(out), verb=True).status == 0
 
 

@@ -19,6 +19,7 @@ from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.methods.rope_base import RopeBase
 from posbench.model.hooks import replace_attribute
+from posbench.model.rope import reach
 from posbench.search.gradient import answer_loss
 from tests.messages import refused
 from tests.models import LAYERS, LONGROPE, SHAPE, VOCABULARY, WIDTH, attentions, build
@@ -357,6 +358,21 @@ def test_another_base_equals_a_stock_model_of_that_base(name: str) -> None:
         own = lm.logits(tokens, whole)
         effect = (expected - own)[whole.bool()].abs().max()
         assert effect > 100 * SLACK * noise, "the base has no effect to test"
+
+
+@pytest.mark.parametrize("base", [100.0, 1000.0, 10000.0])
+def test_a_base_reaches_as_far_as_the_trace_of_the_stock_rotation_is_positive(
+    base: float,
+) -> None:
+    """For q of independent coordinates of variance 1, E[q R q] is the trace of R, and E[q R k] = 0 for another k."""
+    rotary = with_base(build("llama"), base).model.rotary_emb
+    cos, _ = rotary(torch.zeros(1), torch.arange(2000)[None])
+    trace = cos[0].sum(-1)
+    pairs = WIDTH // SHAPE["num_attention_heads"] // 2
+    distance = reach(base, pairs, 1999)
+    assert 0 < distance < 1999
+    assert (trace[: distance + 1] >= 0).all() and trace[distance + 1] < 0
+    assert reach(base, pairs, distance - 1) == distance - 1
 
 
 def test_buckets_in_turn_hold_the_activations_of_one_and_the_cache_of_all():

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+import posbench
 from posbench import paths
 from posbench.errors import UserError
+from posbench.model import rope
 from posbench.pipeline.arguments import model_name, parse_request
 from posbench.pipeline.compose import ComposedConfig, compose, compose_one
 from posbench.pipeline.identity import identity, run_contents, run_name
@@ -212,6 +214,35 @@ def test_a_method_for_longer_texts_than_the_prompts_is_told() -> None:
     (line,) = prepare(compose_one(*dca, "method.chunk_length=132")).warnings
     assert_line_names(line, "method", "dca", "132", "131")
     assert not prepare(compose_one(*dca, "method.chunk_length=131")).warnings
+
+
+def test_a_base_that_reaches_less_far_than_the_prompts_is_told() -> None:
+    """Its prompts and replies have 4 x 32 + 4 tokens; its own base is 10,000, which reaches as far."""
+    overrides = ["model=tiny", "task.pairs=32", "task.limit=2", "stages=[evaluate]"]
+
+    def warnings(*method: str) -> list[str]:
+        return prepare(compose_one(*overrides, *method)).warnings
+
+    lm = posbench.load("tiny")
+    pairs = rope.rotary_module(lm.model).inv_freq.numel()
+    distance = rope.reach(50.0, pairs, 132)
+    assert 0 < distance < rope.reach(rope.own_base(lm.model), pairs, 132)
+    (line,) = warnings("method=rope_base", "method.base=50")
+    assert_line_names(line, "method", "rope_base", f"{distance} tokens", "131")
+    (line,) = warnings(
+        "method=[question_first_and_last,rope_base]", "method.parts.rope_base.base=50"
+    )
+    assert_line_names(line, "method", f"{distance} tokens")
+    (line,) = warnings("method=attention_buckets", "method.bases=[50,null]")
+    assert_line_names(line, "method", f"{distance} tokens")
+    (line,) = warnings(
+        "method=moice",
+        "method.weights=uniform",
+        "method.bases=[1e6,50]",
+        "method.top_k=2",
+    )
+    assert_line_names(line, "method", f"{distance} tokens")
+    assert not warnings("method=rope_base", "method.base=1e6")
 
 
 def test_gold_positions_that_meet_are_told(
