@@ -23,7 +23,7 @@ from posbench.report.links import link_to_parents, run_links
 from posbench.report.page import attention_section, write_page
 from posbench.report.policies import POLICY_HEADER, policy_rows, verdict_words
 from posbench.report.tables import describe_positions, position_table
-from posbench.report.text import describe_method, describe_window_share
+from posbench.report.text import describe_data, describe_method, describe_window_share
 from posbench.run.folder import (
     EVALUATE_STAGE,
     METHOD_FILE,
@@ -380,6 +380,7 @@ def _task_section(diagnosis: Diagnosis) -> Section | None:
     task, _ = resolve_target(run.config("task")["task"], Task, "task")  # type: ignore[type-abstract]
     texts = [str((task.__doc__ or "").split("\n")[0])]
     texts.append(describe_window_share(run.stage(EVALUATE_STAGE)))
+    texts.append(describe_data(run.path))
     rows = run.rows_without_error(PREDICTIONS)
     prompts = run.read_json("prompts.json").get("first", {})
     first: Mapping[str, Any] = next(iter(prompts.values()), {})

@@ -31,6 +31,7 @@ from posbench.report.paper import paper_sections, reference_text
 from posbench.report.template import render_html
 from posbench.report.text import (
     describe_costs,
+    describe_data,
     describe_method,
     describe_prompts,
     describe_stop,
@@ -271,7 +272,11 @@ def _score_sections(
     stop = describe_stop(open_run_dir(folder).status())
     if stop:
         text = f"{text}; {stop}"
-    text = f"{text}. {describe_prompts(folder)} {describe_audit(folder)}".strip()
+    texts = [
+        f"{text}.",
+        *(say(folder) for say in (describe_prompts, describe_data, describe_audit)),
+    ]
+    text = " ".join(filter(None, texts))
     scores = Section(name, text, *tables.position_table(metrics))
     if len(rows_at_positions(metrics)):
         scores.title = f"{name} by gold position"

@@ -627,6 +627,12 @@ def verdict_table(findings: pd.DataFrame) -> Table:
     return ["verdict", "claim", named], rows
 
 
+def describe_data(folder: Path) -> str:
+    """Return a sentence with a run's notes on its data, such as the entries of a log that were skipped."""
+    notes = (read_json(folder / "prompts.json") or {}).get("notes", ())
+    return f"Of the data: {'; '.join(notes)}." if notes else ""
+
+
 def describe_prompts(folder: Path) -> str:
     """Return sentences on a run's prompts (share of the window, cuts, chat template), missing answers and server."""
     out = open_run_dir(folder)

@@ -19,7 +19,7 @@ from posbench.cli.order import order_glance
 from posbench.studies.order import OrderStudy
 from posbench.tasks import Example
 from posbench.tasks.logs import read
-from tests.conftest import Result
+from tests.conftest import Result, run_folders
 from tests.messages import assert_line_names, assert_names, assert_refused
 from tests.readers import CURVES, reading, reply_of, write_log
 from tests.report.test_explorer import data_of
@@ -501,8 +501,9 @@ def test_an_unknown_policy_is_refused_before_a_server_is_asked(
     assert_refused(refused.err, "study.policies", "revers", allowed="reversed")
 
 
-def test_what_was_left_out_of_a_log_is_said(posbench: Call, tmp_path: Path) -> None:
-    """Before anything is asked, in order.json and on the page."""
+@pytest.fixture
+def faulty_log(tmp_path: Path) -> Path:
+    """A log of six lines with three faults: a score that is NaN, one that is a word, a single document."""
     log = tmp_path / "log.jsonl"
     row = {"question": "Who?", "answers": ["a"], "contexts": ["a", "b", "c"]}
     rows = [{**row, "question": f"Who is {n}?"} for n in range(6)]
@@ -510,9 +511,34 @@ def test_what_was_left_out_of_a_log_is_said(posbench: Call, tmp_path: Path) -> N
     rows[2] |= {"scores": [0.9, "high", 0.1]}
     rows[3] |= {"contexts": ["a"]}
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return log
+
+
+def test_what_was_left_out_of_a_log_stays_on_the_page_of_a_run(
+    posbench: Call, faulty_log: Path, outputs: Path
+) -> None:
+    source = ("task=retrieval_log", f"task.path={faulty_log}")
+    with reading(CURVES["primacy"], 0) as server:
+        result = posbench(f"model.base_url={server.url}", *source, "method=none")
+        assert result.status == 0, result.err
+    (run,) = run_folders(outputs)
+    page = (run / "report.html").read_text()
+    for text in (
+        page,
+        json.dumps(json.loads((run / "prompts.json").read_text())["notes"]),
+    ):
+        assert "1 of 6 lines skipped (score: not a number)" in text
+        assert "1 of 5 questions have a single document" in text
+    assert posbench("audit", str(run), verb=True).status == 0
+
+
+def test_what_was_left_out_of_a_log_is_said(
+    posbench: Call, faulty_log: Path, tmp_path: Path
+) -> None:
+    """Before anything is asked, in order.json and on the page."""
     few = ("study.policies=[reversed]", "study.probes=0", "--yes")
     with reading(CURVES["primacy"], 0) as server:
-        result = posbench("order", str(log), f"model={server.url}", *few)
+        result = posbench("order", str(faulty_log), f"model={server.url}", *few)
     assert result.status == 0, result.err
     (page,) = (tmp_path / "outputs/order").glob("*/report.html")
     said = {

@@ -171,7 +171,7 @@ def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
 
     Returns:
         ``first`` (by subset), ``sha256`` over all prompts, ``questions`` (checksum of the questions), the number of
-        ``prompts``, and what the chat template reads besides.
+        ``prompts``, what the chat template reads besides, and the task's notes on its data.
     """
     examples = run.evaluation
     total = hashlib.sha256()
@@ -196,6 +196,9 @@ def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
         sources = template_sources(run.encoder, examples)
         if sources:
             facts["template_reads"] = sources
+    notes = run.task.notes()
+    if notes:
+        facts["notes"] = notes
     return facts
 
 
