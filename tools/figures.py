@@ -41,6 +41,7 @@ from posbench.plots.search import bases_figure
 from posbench.report.collect import Entry, collect_entries
 from posbench.report.folder import read_json
 from posbench.report.page import compact_svg, render_run
+from posbench.report.summaries import read_config_as_run
 from posbench.report.sweep import render_sweep
 from posbench.run.folder import (
     CONFIG,
@@ -236,6 +237,13 @@ def _record(folder: Path) -> dict[str, Any]:
         for key in ("model", "task", "method")
         if config.get(key)
     }
+    if config.get("method"):
+        # Captions tell runs of one method apart by these.
+        kept_config["method"] |= {
+            key: value
+            for key, value in read_config_as_run(run)["method"].items()
+            if isinstance(value, int | float)
+        }
     kept_config |= {
         key: config[key] for key in ("study", "search", "stages") if config.get(key)
     }

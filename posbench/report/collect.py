@@ -22,12 +22,14 @@ from posbench.report.folder import (
     sweep_runs,
 )
 from posbench.report.glance import describe_measurements
+from posbench.report.index import differing_settings
 from posbench.report.paper import (
     count_agreement,
     paper_cells,
     paper_table,
     with_subsets,
 )
+from posbench.report.summaries import read_summaries
 from posbench.report.sweep import setting_columns, sweep_table
 from posbench.report.tables import Table
 from posbench.report.text import headline, list_decided_claims
@@ -316,8 +318,32 @@ class Entry:
         return " ".join(texts)
 
     def label_prefix(self, result: Result) -> str:
-        """`label: ` where there are several results."""
-        return f"{result.label}: " if len(self.results) > 1 else ""
+        """`name: ` where there are several results, see :attr:`names`."""
+        return f"{self.names[result.label]}: " if len(self.results) > 1 else ""
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What texts call the results, by label.
+
+        A label that is a folder's name ends in a hash, which tells nobody anything: there the model and the settings
+        that differ stand for it, if these are not those of another result.
+        """
+        hashed = [
+            result
+            for result in self.results
+            if result.label == result.folder.name and not result.is_sweep
+        ]
+        summaries = read_summaries([result.folder for result in hashed])
+        settings_of_runs = differing_settings(summaries)
+        told = []
+        for summary, settings in zip(summaries, settings_of_runs, strict=True):
+            texts = [f"{key.partition('.')[2]}={settings[key]}" for key in settings]
+            told.append(", ".join(filter(None, [summary.name("model"), *texts])))
+        names = {result.label: result.label for result in self.results}
+        for result, name in zip(hashed, told, strict=True):
+            if told.count(name) == 1:
+                names[result.label] = name
+        return names
 
     @property
     def tables(self) -> dict[str, tuple[pd.DataFrame, Table]]:

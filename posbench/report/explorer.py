@@ -152,6 +152,7 @@ class Questions:
             "explorer.html.j2",
             # A text that ends a script would end it here.
             data=_json(data).replace("<", "\\u003c"),
+            run=data["run"],
             labels=data["labels"],
             positions=_positions(data["questions"]),
             outcomes=sorted(outcomes, key=lambda name: -outcomes[name]),

@@ -211,7 +211,7 @@ def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
         "further": [(name.upper(), file) for name, file in copies.items() if file],
         **figure_size(panel.file.read_text(encoding="utf-8")),
         "caption": panel.caption,
-        "label": label if len(entry.results) > 1 else "",
+        "label": entry.names[label] if len(entry.results) > 1 else "",
     }
 
 

@@ -127,6 +127,7 @@ def test_the_data_fit_and_what_is_left_out_is_counted(
     html = questions.html(max_bytes + 16_000)
     words = " ".join(re.sub("<[^>]*>", "", html).split())
     assert f"{len(data['prompts'])} with their text here" in words
+    assert f"The others: posbench show {data['run']} --id ID." in words
     if len(data["questions"]) < 24:
         assert f"of which {len(data['questions'])}, spread evenly" in words
 

@@ -429,6 +429,29 @@ def test_runs_of_one_model_are_called_by_their_tasks(
         assert labels == wanted.split()
 
 
+def test_runs_that_only_a_hash_tells_apart_are_called_by_their_settings(
+    picture: Path, tmp_path: Path
+) -> None:
+    def prefixes(*channels: int) -> list[str]:
+        for number, channel in enumerate(channels):
+            folder = tmp_path / f"fig10/v001/tiny__{number}"
+            if not folder.exists():
+                run(folder, picture)
+            told = yaml.safe_load((folder / "config.yaml").read_text())
+            study = {"name": "channel_subtraction", "channel": channel, "seed": 0}
+            told["study"] = study
+            (folder / "config.yaml").write_text(yaml.safe_dump(told))
+            open_run_dir(folder).seal("posbench")
+        (entry,) = collect_entries(tmp_path)
+        return [entry.label_prefix(result) for result in entry.results]
+
+    assert prefixes(591) == [""]
+    assert prefixes(591, 262) == ["tiny, channel=591: ", "tiny, channel=262: "]
+    # Two that no setting tells apart keep their folders' names.
+    names = ["tiny, channel=591: ", "tiny__1: ", "tiny__2: "]
+    assert prefixes(591, 262, 262) == names
+
+
 def test_of_many_runs_the_newest_are_shown(
     picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
