@@ -9,7 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Models this small gain nothing from a second thread, and lose much when test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -234,6 +234,16 @@ def posbench(
         return Result(status, captured.out, captured.err)
 
     return call
+
+
+def few(values: Iterable[Any], count: int) -> list[Any]:
+    """Values to parametrize a test with: so many of them, spread evenly, are in the suite, the others are slow."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    kept = {round(i * (len(cases) - 1) / max(count - 1, 1)) for i in range(count)}
+    return [
+        pytest.param(*case, marks=() if index in kept else pytest.mark.slow)
+        for index, case in enumerate(cases)
+    ]
 
 
 def run_folders(outputs: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.schedules import Schedules
 
-SCHEDULES = 10
+SCHEDULES = 4
 ALL_SCHEDULES = 500
 
 

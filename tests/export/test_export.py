@@ -23,7 +23,7 @@ from posbench.pipeline.prepare import prepare
 from posbench.report.folder import need_destination
 from posbench.run.folder import RunDir, open_run_dir
 from posbench.stats.verdict import FIXED, Verdict
-from tests.conftest import Result, config_of, run_folders
+from tests.conftest import Result, config_of, few, run_folders
 from tests.frames import with_missing_answers
 from tests.messages import assert_names, assert_refused, refused
 
@@ -140,11 +140,14 @@ def test_files_of_another_method_than_the_evaluated_one_are_called_no_fix(
 
 @pytest.mark.parametrize(
     ("methods", "to"),
-    [
-        ("[question_first_and_last,rope_base]", "checkpoint"),
-        ("[question_first_and_last,scale_channel]", "transformers"),
-        ("[documents_twice,rope_base,scale_channel]", "checkpoint"),
-    ],
+    few(
+        [
+            ("[documents_twice,rope_base,scale_channel]", "checkpoint"),
+            ("[question_first_and_last,rope_base]", "checkpoint"),
+            ("[question_first_and_last,scale_channel]", "transformers"),
+        ],
+        1,
+    ),
 )
 def test_changes_of_the_prompt_are_left_to_the_user(
     methods: str,
@@ -179,12 +182,15 @@ def test_changes_of_the_prompt_are_left_to_the_user(
 
 @pytest.mark.parametrize(
     ("methods", "to"),
-    [
-        ("scale_channel", "transformers"),
-        ("[documents_twice,scale_channel]", "transformers"),
-        ("rope_base", "checkpoint"),
-        ("[question_first_and_last,rope_base]", "checkpoint"),
-    ],
+    few(
+        [
+            ("rope_base", "checkpoint"),
+            ("scale_channel", "transformers"),
+            ("[documents_twice,scale_channel]", "transformers"),
+            ("[question_first_and_last,rope_base]", "checkpoint"),
+        ],
+        2,
+    ),
 )
 def test_the_format_that_a_fixed_run_proposes_holds_its_method(
     methods: str, to: str, posbench: Callable[..., Result], tmp_path: Path

@@ -26,7 +26,7 @@ from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load
-from tests.conftest import Result
+from tests.conftest import Result, few
 from tests.messages import refused
 from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import assert_same, family_noise, log_probabilities
@@ -155,7 +155,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], 
 
 
 @pytest.mark.parametrize("model", ["mistral-window", "gpt_neox"])
-@pytest.mark.parametrize("what", METHODS)
+@pytest.mark.parametrize("what", few(METHODS, 5))
 def test_generation(
     served: Callable[[Path], Any], model: str, what: str, tmp_path: Path
 ) -> None:

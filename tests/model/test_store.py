@@ -22,6 +22,7 @@ from posbench.model.store import (
     reason_not_shareable,
     segment_batches,
 )
+from tests.conftest import few
 from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import assert_same, family_noise, log_probabilities
 
@@ -169,7 +170,7 @@ def batched(lm, rows, answer, prefix):
     return torch.cat([out.logits[:, -1:], more.logits], dim=1).log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in CHANGING])
+@pytest.mark.parametrize("name", few([n for n in BUILDERS if n not in CHANGING], 10))
 def test_shared_prefills_give_what_plain_batches_and_prompts_read_alone_do(name):
     rows = forest(len(name))
     answer = [3, 5, 8]

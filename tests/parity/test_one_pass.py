@@ -12,6 +12,7 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.ms_poe import MsPoE
 from posbench.model.hooks import functions_in_front
 from posbench.model.last_rows import LastRows
+from tests.conftest import few
 from tests.messages import refused
 from tests.models import BUILDERS, LAYERS, VOCABULARY, build
 from tests.rounding import assert_same, attention_noise, family_noise
@@ -81,7 +82,7 @@ def test_which_models_run_a_prompt_in_one_forward():
         assert lengths == expected, name
 
 
-@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize("name", few(ONE_PASS, 6))
 @torch.no_grad()
 def test_one_pass_gives_what_two_give(name, monkeypatch):
     lm = posbench.load(build(name))

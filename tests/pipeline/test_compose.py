@@ -23,7 +23,7 @@ from posbench.run.runtime import Runtime
 from posbench.schema import default_values
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
-from tests.conftest import Result
+from tests.conftest import Result, few
 from tests.messages import Tokens, assert_refused, refused
 
 
@@ -600,22 +600,30 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [
-        ["model=tiny_b", "task.pairs=16", "++method.factor=0"],
-        ["-m", "method.factor=1,0", "model=tiny,tiny_b", "stages=[evaluate],[search]"],
+    few(
         [
-            "method=[layer_scaling,scale_channel]",
-            "method.parts.scale_channel.factor=0.5",
+            ["model=tiny_b", "task.pairs=16", "++method.factor=0"],
+            [
+                "-m",
+                "method.factor=1,0",
+                "model=tiny,tiny_b",
+                "stages=[evaluate],[search]",
+            ],
+            [
+                "method=[layer_scaling,scale_channel]",
+                "method.parts.scale_channel.factor=0.5",
+            ],
+            ["experiment=yu2025_table1_kv", "model=tiny"],
+            ["experiment=lpes_table15", "task.seed=1"],
+            [
+                "-m",
+                "model.base_url=http://127.0.0.1:9/v1",
+                "model.extra_body={top_k:1},{top_k:5}",
+                "model.extra_body={seed:7}",
+            ],
         ],
-        ["experiment=yu2025_table1_kv", "model=tiny"],
-        ["experiment=lpes_table15", "task.seed=1"],
-        [
-            "-m",
-            "model.base_url=http://127.0.0.1:9/v1",
-            "model.extra_body={top_k:1},{top_k:5}",
-            "model.extra_body={seed:7}",
-        ],
-    ],
+        3,
+    ),
 )
 def test_jobs_are_those_that_hydra_main_makes(args: list[str], tmp_path: Path) -> None:
     """A key of Hydra's own config leaves the jobs to ``hydra.main``, which splits and composes them itself."""

@@ -21,7 +21,7 @@ from posbench.search.channel import ChannelSearch
 from posbench.studies.attention_to_gold import AttentionToGold
 from posbench.studies.cost.latency import Latency
 from posbench.tasks.longbench import LongBench
-from tests.conftest import config_of
+from tests.conftest import config_of, few
 from wu2025.masks import Masks
 from yu2025.crop_mask import CropMask as CropMaskStudy
 
@@ -94,7 +94,7 @@ NEVER = (
 )
 
 
-@pytest.mark.parametrize("file", [*ALWAYS, *BY_CHOICE, *NEVER])
+@pytest.mark.parametrize("file", few([*ALWAYS, *BY_CHOICE, *NEVER], 10))
 def test_code_that_can_move_a_number_makes_another_run_and_other_code_does_not(
     file: str, package: Path
 ) -> None:
