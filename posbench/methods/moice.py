@@ -157,7 +157,8 @@ class MoICE(Method):
     Args:
         weights: A safetensors file with the trained router (``search=router`` makes one; a checkpoint of the
             released program is read too), or ``uniform``: no router, all bases count the same.
-        bases: The N bases theta; null (None) is the model's own.
+        bases: The N bases theta; null (None) is the model's own. The released ones were made for models of base 10,000:
+            in others they may reach less far than the prompts (:func:`posbench.model.rope.reach`).
         top_k: Bases that a token and head keeps, 1 to N.
 
     Source: Lin et al., NeurIPS 2024 (MoICE); released program p1nksnow/MoICE, e14b5a3.

@@ -57,8 +57,10 @@ def bases_figure(table: pd.DataFrame) -> Figure:
             where there are several.
     """
     need_columns(table, "search", "base", "own_base", "fall", "ci_low", "ci_high")
-    figure, axes = plot.new_figure(plot.COLUMN, 2.6, n=table["n"])
     models = table["model"] if "model" in table else pd.Series("", index=table.index)
+    # Each line more in the legend takes height from the axes.
+    height = 2.6 + 0.16 * max(models.nunique() - 3, 0)
+    figure, axes = plot.new_figure(plot.COLUMN, height, n=table["n"])
     ratios = table["base"] / table["own_base"]
     for index, (model, rows) in enumerate(table.groupby(models, sort=False)):
         falls = rows["fall"].to_numpy()
