@@ -172,6 +172,8 @@ def export(args: list[str]) -> int:
     console.print(comparison.words)
     if facts.prompts:
         console.print(f"{facts.prompts} {write.LONGER_PROMPTS}")
+    if facts.caution:
+        console.print(f"long prompts: {facts.caution}")
     console.print(f"{folder}: how to load it stands in {folder / write.CARD}")
     if form.name == "checkpoint" and not any(folder.glob("*.safetensors")):
         console.print(

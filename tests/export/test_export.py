@@ -118,6 +118,18 @@ def test_a_run_that_died_in_its_search_is_not_exported(
     assert not (tmp_path / "fix").exists()
 
 
+def test_a_base_that_reaches_less_far_than_the_window_is_told(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
+    for base, is_told in (("50", True), ("1e6", False)):
+        out = tmp_path / base
+        call = ["export", "model=tiny", "method=rope_base", f"method.base={base}"]
+        result = posbench(*call, "--to", "checkpoint", "--out", str(out), verb=True)
+        assert result.status == 0, result.err
+        for text in (result.out, (out / CARD).read_text()):
+            assert ("a base of 50 reaches" in text) == is_told
+
+
 def test_files_of_another_method_than_the_evaluated_one_are_called_no_fix(
     run: Path,
     posbench: Callable[..., Result],
