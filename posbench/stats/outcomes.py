@@ -178,6 +178,11 @@ def missing_note(
     return f"{PROBLEM}: {facts}; {step}"
 
 
+def room_for_replies(window: int, lengths: Iterable[int | None]) -> int:
+    """Tokens that a context window leaves for a reply after the longest prompt; None: a length that is not known."""
+    return window - max((length or 0 for length in lengths), default=0)
+
+
 def next_step(
     missing: Iterable[tuple[str, str]],
     max_new_tokens: int,

@@ -36,6 +36,7 @@ from posbench.stats.outcomes import (
     is_scorable,
     kind_of_row,
     next_step,
+    room_for_replies,
 )
 from posbench.stats.policies import (
     CANNOT_TELL,
@@ -673,8 +674,7 @@ def _step_against_missing(
         (kind, str(row.get("reason", ""))) for row in rows if (kind := kind_of_row(row))
     ]
     lengths = (_prompt_tokens(row) for asked in answers for row in asked)
-    longest = max(lengths, default=0)
-    room = run.encoder.context_window - longest
+    room = room_for_replies(run.encoder.context_window, lengths)
     return next_step(kinds, run.task.max_new_tokens, run.model.thinking_tokens, room)
 
 

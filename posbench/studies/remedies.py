@@ -33,7 +33,7 @@ from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, Tone, sentence_case
-from posbench.stats.outcomes import PROBLEM, missing_note, setting_in
+from posbench.stats.outcomes import PROBLEM, missing_note, room_for_replies, setting_in
 from posbench.stats.policies import Scores, within_margin
 from posbench.stats.position_bias import statistic_rows
 from posbench.stats.scores import score_frame
@@ -612,7 +612,8 @@ def _missing_note(run: Run, rows: Sequence[Row]) -> str:
     """Why the scores of a method mean nothing: too many of its replies are no answers; else empty."""
     frame, _ = score_frame(rows, run.task)
     thinking = run.model.thinking_tokens
-    room = run.encoder.context_window - max(row["tokens"] or 0 for row in rows)
+    lengths = (row["tokens"] for row in rows)
+    room = room_for_replies(run.encoder.context_window, lengths)
     return missing_note(
         frame, run.task.max_new_tokens, run.runtime.resamples, 0, thinking, room
     )
