@@ -34,7 +34,6 @@ def move_positions(
     lengths: Sequence[int],
     spans: Spans,
     targets: Spans,
-    layers: Collection[int] | None = None,
 ) -> Iterator[None]:
     """Let the last token see the tokens of a span at the positions of another span.
 
@@ -50,7 +49,6 @@ def move_positions(
         lengths: Tokens of each prompt, [B].
         spans: The span of each prompt whose keys move, [B].
         targets: The span of each prompt whose positions the keys take, [B].
-        layers: Layers in which they move; None is all layers.
 
     Raises:
         UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the
@@ -63,9 +61,7 @@ def move_positions(
     rope.check_rope(lm, "position ids of a span", by_hand=True)
     need_mask_support(lm, "moved position ids")
     target_columns, first_column = _target_columns(lengths, spans, targets)
-    moved_layers = set(rope.rotated_layers(lm.model))
-    if layers is not None:
-        moved_layers &= set(layers)
+    moved_layers = rope.rotated_layers(lm.model)
 
     with ExitStack() as stack:
         cache_length = stack.enter_context(track_cache_length(lm.model))
