@@ -500,12 +500,7 @@ class OrderStudy(Study):
         candidates = (used, others[others["leads"].astype(bool)], last_choice)
         best_rows = next(rows for rows in candidates if len(rows))
         best = best_rows.nlargest(1, "difference").iloc[0]
-        gain = bootstrap.Estimate(
-            best["difference"],
-            best["difference_low"],
-            best["difference_high"],
-            int(best["n"]),
-        )
+        gain = bootstrap.estimate_in(best, "difference", int(best["n"]))
         numbers = (Number.of(str(best["name"]), gain, "points", "+.1f"),)
         sample = f"{gain.n:,} questions"
         rule = (

@@ -285,12 +285,7 @@ class Remedies(TimingStudy):
         if best["difference_high"] < 0:
             # Another one, measured less exactly, may still raise it.
             best = raced.loc[raced["difference_high"].idxmax()].to_dict()
-        points = bootstrap.Estimate(
-            best["difference"],
-            best["difference_low"],
-            best["difference_high"],
-            int(best["n"]),
-        )
+        points = bootstrap.estimate_in(best, "difference", int(best["n"]))
         statistic = f"{best['method']} minus unmodified, points of the average, {_time_in_words(best)}"
         if len(raced) > 1:
             statistic += f"; of {len(raced)} remedies, the interval for all together"
