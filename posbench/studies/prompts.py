@@ -74,16 +74,13 @@ def need_items(task: Task) -> list[Example]:
     if task.items:  # a task without items would first have to be downloaded
         examples = sort_by_gold_position(task.evaluation())
     has_choices = any(example.choices for example in examples)
-    if not examples or has_choices or any(map(_lacks_distractors, examples)):
+    is_gold_alone = any(len(e.items) <= len(e.gold_positions) for e in examples)
+    if not examples or has_choices or is_gold_alone:
         allowed = "a task with a gold item among others, with generated replies"
         raise UserError(
             "task", task.name, allowed, "take task=kv_retrieval or task=nq_multidoc"
         )
     return examples
-
-
-def _lacks_distractors(example: Example) -> bool:
-    return len(example.items) <= len(example.gold_positions)
 
 
 def need_whole_maps(run: Run) -> None:

@@ -450,9 +450,9 @@ def _applicable(
             if reason:
                 left_out[name] = reason
                 continue
-            if (
-                any(cls.uses_order() for cls in _prompt_changes(choice))
-                and not is_ordered
+            if not is_ordered and any(
+                issubclass(cls, PromptChange) and cls.uses_order()
+                for cls in choice.classes
             ):
                 left_out[name] = UNRANKED
                 continue
@@ -486,11 +486,6 @@ def _typed(name: str) -> str:
     """The name of a remedy as a value of ``method``."""
     names = name.split(TOGETHER)
     return name if len(names) == 1 else f"[{','.join(names)}]"
-
-
-def _prompt_changes(choice: MethodChoice) -> list[type[PromptChange]]:
-    """The classes of the method and of its parts that change the prompt."""
-    return [cls for cls in choice.classes if issubclass(cls, PromptChange)]
 
 
 def _empty_glance(table: pd.DataFrame) -> Glance:
