@@ -12,6 +12,7 @@ from posbench.errors import UserError
 from posbench.late import Tensor, nn, torch
 from posbench.model import families, rope
 from posbench.model.hooks import AttentionFunction, intercepting_attention, pre_hooks
+from posbench.model.last_rows import last_mask
 from posbench.model.lm import LM
 from posbench.perturbations.base import (
     Spans,
@@ -179,13 +180,10 @@ class _KeyMover:
 
         output, weights = following(module, query, key, value, mask, **settings)
         # The call that counts comes last: a listener keeps the latest.
+        last_query = query[:, :, -num_moving:]
+        last_rows = last_mask(mask, last_query, key)
         moved_output, moved_weights = following(
-            module,
-            query[:, :, -num_moving:],
-            moved_key,
-            value,
-            _last_rows(mask, num_moving, num_keys, query.device),
-            **settings,
+            module, last_query, moved_key, value, last_rows, **settings
         )
         output = torch.cat([output[:, :-num_moving], moved_output], dim=1)
         if moved_weights is None:
@@ -209,18 +207,6 @@ class _KeyMover:
         moved = key.clone()
         moved[:, :, span] = rotated.to(key.dtype)
         return moved
-
-
-def _last_rows(
-    mask: Tensor | None, num_rows: int, num_keys: int, device: torch.device
-) -> Tensor | None:
-    """A mask's last rows [B or 1, 1, R, S]; None where it is None (causal) and the one row sees all keys."""
-    if mask is not None:
-        return mask[:, :, -num_rows:]
-    if num_rows == 1:
-        return None
-    every_key = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device)
-    return every_key.tril(num_keys - num_rows)[None, None]
 
 
 def _rotation_to(
