@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from annotated_types import Ge, MinLen
 
+from behind_rope import theory
 from behind_rope.maps import (
     long_table,
     maps_figure,
@@ -18,6 +19,7 @@ from behind_rope.maps import (
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Figure, pd
+from posbench.measure.scores import diagonal_normalised
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -26,7 +28,6 @@ from posbench.stats.bootstrap import Array
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.theory import causal_mask as theory
 
 PAPER = "Behind RoPE,"
 LAYERS = 4
@@ -403,8 +404,8 @@ def compare_maps(
     lower = np.tril_indices(n, -1)
     rows = []
     for layer, scores in enumerate(mean):
-        normalised = theory.diagonal_normalised(scores)[lower]
-        repeated = theory.diagonal_normalised(again[layer])[lower]
+        normalised = diagonal_normalised(scores)[lower]
+        repeated = diagonal_normalised(again[layer])[lower]
         ranks = [spearman(scores[i, :i], np.arange(i)) for i in range(2, n)]
         row: Row = {
             "layer": layer,
@@ -523,7 +524,7 @@ def _scores_figure(settings: Sequence[Setting], table: pd.DataFrame) -> Figure:
         scores = stack_maps(table[table["setting"] == setting.name], "score")
         rows.append((setting.name, title_layers(scores)))
         if setting.rope:
-            normalised = theory.diagonal_normalised(scores)
+            normalised = diagonal_normalised(scores)
             rows.append((f"{setting.name}, normalised", title_layers(normalised)))
     return maps_figure(rows)
 

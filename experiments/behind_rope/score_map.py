@@ -21,7 +21,11 @@ from behind_rope.maps import (
 from posbench.errors import UserError
 from posbench.files.sources import Source
 from posbench.late import pd
-from posbench.measure.scores import need_attention_interface, score_maps
+from posbench.measure.scores import (
+    diagonal_normalised,
+    need_attention_interface,
+    score_maps,
+)
 from posbench.model import families
 from posbench.model.lm import LM
 from posbench.model.rope import rotated_layers
@@ -32,7 +36,6 @@ from posbench.schema import Seed, Several
 from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, join_findings
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
-from posbench.theory.causal_mask import diagonal_normalised
 
 MAIN_LAYERS = 4  # of the paper's main figure
 MAPS_ACROSS = 8  # in the figures of all layers

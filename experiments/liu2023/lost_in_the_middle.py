@@ -40,7 +40,7 @@ from posbench.stats.findings import (
 )
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, first_short
-from posbench.stats.outcomes import missing_note, setting_in
+from posbench.stats.outcomes import missing_note, room_for_replies, setting_in
 from posbench.stats.policies import detectable_difference
 from posbench.stats.scores import Tabulator, score_frame
 from posbench.stats.shape import NEGLIGIBLE_CONTRAST, shape_in_metrics
@@ -372,6 +372,7 @@ class Replies:
             resamples=run.runtime.resamples,
             seed=0,
             thinking_tokens=run.model.thinking_tokens,
+            window=run.encoder.context_window,
         )
         return tabulator.metrics(rows)
 
@@ -583,7 +584,9 @@ class Replies:
         frame, _ = score_frame(rows, task)
         thinking = self._run.model.thinking_tokens
         resamples = self._run.runtime.resamples
-        note = missing_note(frame, task.max_new_tokens, resamples, 0, thinking)
+        lengths = (row["tokens"] for row in rows)
+        room = room_for_replies(self._run.encoder.context_window, lengths)
+        note = missing_note(frame, task.max_new_tokens, resamples, 0, thinking, room)
         metrics = self._metrics.get((setting.name, reading))
         verdict = None if metrics is None else run_verdict(metrics)
         if not note and verdict and verdict.name == CANNOT_DO:

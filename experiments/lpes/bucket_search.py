@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import MinLen
 
+from lpes.waves import choose_bases, extrema, rope_wave
 from posbench.errors import UserError
 from posbench.late import Figure, pd
 from posbench.plots import base as plot
@@ -16,7 +17,6 @@ from posbench.run.base import Run
 from posbench.schema import Count, Several, Whole, override_text
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.theory.waves import choose_bases, extrema, rope_wave
 
 PUBLISHED_BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)
 """The authors' list of bases for tool use."""
@@ -69,7 +69,7 @@ class BucketSearch(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``bases`` (reach, mean number of peaks and troughs, order, the fields of
-        :class:`posbench.theory.waves.ChosenBase`, published) and ``waves`` (step, base, distance, score, extremum)."""
+        :class:`lpes.waves.ChosenBase`, published) and ``waves`` (step, base, distance, score, extremum)."""
         low, high, step = self.candidates
         candidates = sorted({self.first, *map(float, range(low, high + 1, step))})
         distance = np.arange(self.distances[0], self.distances[1] + 1)

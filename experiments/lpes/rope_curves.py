@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from lpes.waves import rope_decay_bound, rope_wave
 from posbench.files.atomic import Row
 from posbench.late import Figure, pd
 from posbench.measure.items import attention_to_thirds
@@ -28,7 +29,6 @@ from posbench.stats.findings import (
 from posbench.studies.base import Study, Tables
 from posbench.tasks import Example
 from posbench.tasks.items import spread_examples
-from posbench.theory.waves import rope_decay_bound, rope_wave
 
 SCALES = (1.0, 1.2, 1.5, 2.0)
 BASES = (10000.0, 17500.0, 25000.0)

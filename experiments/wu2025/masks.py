@@ -24,7 +24,8 @@ from posbench.stats.bootstrap import Array
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.theory import masks, rope
+from posbench.theory import masks
+from wu2025 import rope
 from wu2025.synthetic_tables import TEST_SD, read_printed_cells
 from wu2025.training import PAIRS
 

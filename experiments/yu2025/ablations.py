@@ -33,7 +33,7 @@ from posbench.stats.findings import (
 )
 from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import contrast_columns, unless_missing
+from yu2025.common import contrast_columns, unless_missing
 
 Pools = Mapping[str, Sequence[int]]
 """Channels that go to validation, smoothest first, by ablation."""
@@ -295,7 +295,7 @@ def evaluate_settings(
         base: The setting that the others are compared with.
 
     Returns:
-        Rows of setting, its channel and layers, and :func:`posbench.studies.prompts.contrast_columns`, the unmodified
+        Rows of setting, its channel and layers, and :func:`yu2025.common.contrast_columns`, the unmodified
         model first; and the scores of :func:`posbench.run.replies.compare_scores` with the first name of each setting.
     """
     columns_by_name = {UNMODIFIED: _setting_columns(None)}

@@ -30,6 +30,7 @@ from posbench.studies.base import Study, Tables
 from posbench.tasks import Example
 from yu2025 import (
     channel_subtraction,
+    common,
     crop_mask,
     doubling,
     hidden_perturbation,
@@ -90,12 +91,12 @@ class Chain(Study):
         prompts = shared.Prompts.of(run, self.examples)
         measured = {
             name: prompts.under(
-                name, partial(_method_block, run.lm, method), shared.gold_attention_rows
+                name, partial(_method_block, run.lm, method), common.gold_attention_rows
             )
             for name, method in run.methods().items()
         }
         unmodified = [row["attention"] for row in measured[UNMODIFIED].values()]
-        first, last = shared.retrieval_layers(None, np.mean(unmodified, axis=0))
+        first, last = common.retrieval_layers(None, np.mean(unmodified, axis=0))
         means = []
         for name, rows in measured.items():
             results = prompts.results(rows, (first, last))
@@ -168,7 +169,7 @@ def chain_figure(tables: Tables) -> Figure:
     labels[UNMODIFIED] = "unmodified"
     draw_over_positions(by_attention, by_score, bias, "method", labels)
     by_score.set_title("position bias")
-    layers = shared.layers_label(*bias[["layer_first", "layer_last"]].iloc[0])
+    layers = common.layers_label(*bias[["layer_first", "layer_last"]].iloc[0])
     by_attention.set_title(f"attention, {layers}")
 
     _channel_panel(channel, tables["hidden_perturbation/curves"])

@@ -28,6 +28,7 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, RowsByVariant, gold_index
 from posbench.tasks import Example
+from yu2025 import common
 
 ROLES = {"gold": "the gold item", "other": "another item"}
 """Roles of the items whose channel is changed."""
@@ -51,7 +52,7 @@ class ChannelSubtraction(Study):
         gold: Depth of the gold item: the nearest gold position of the task (paper: 25 / 49).
         other: Depth of the item without the answer (paper: 35 / 49).
         layers: First and last layer that are changed and averaged; None: see
-            :func:`posbench.studies.prompts.retrieval_layers`.
+            :func:`yu2025.common.retrieval_layers`.
         site: Changed hidden states: ``attention_input`` changes each layer alone, ``residual`` adds up; the
             paper does not say.
         controls: Random channels, from which the same amount is taken.
@@ -76,7 +77,7 @@ class ChannelSubtraction(Study):
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         shared.need_whole_maps(run)
-        shared.study_channels(run, self.channel, self.controls, self.seed)
+        common.study_channels(run, self.channel, self.controls, self.seed)
         check_layers(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)
         examples = self._examples(run)
@@ -117,7 +118,7 @@ class ChannelSubtraction(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""
-        tested, *controls = shared.study_channels(
+        tested, *controls = common.study_channels(
             run, self.channel, self.controls, self.seed
         )
         prompts = Prompts.of(run, examples=self._examples(run))
@@ -125,7 +126,7 @@ class ChannelSubtraction(Study):
         unmodified = self._variant(prompts, UNMODIFIED, "gold", tested, tested, {})
         attention = np.mean([row["attention"] for row in unmodified.values()], axis=0)
         curves = np.mean([row["channel"] for row in unmodified.values()], axis=0)
-        first, last = shared.retrieval_layers(self.layers, attention[:, items["gold"]])
+        first, last = common.retrieval_layers(self.layers, attention[:, items["gold"]])
         amounts = {
             layer: self._amount(curves[layer]) for layer in range(first, last + 1)
         }
@@ -154,7 +155,7 @@ class ChannelSubtraction(Study):
                 layer_first=first,
                 layer_last=last,
                 tested_channel=tested,
-                subject=shared.channel_subject(run, tested),
+                subject=common.channel_subject(run, tested),
             ),
             "amounts": amount_table.assign(
                 channel=tested, rises=amount_table["subtracted"] > 0
@@ -237,7 +238,7 @@ class ChannelSubtraction(Study):
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C4: one channel of an item sets the attention to it."""
         first = tables["items"].iloc[0]
-        layers = shared.layers_label(first["layer_first"], first["layer_last"])
+        layers = common.layers_label(first["layer_first"], first["layer_last"])
         amounts = ", ".join(
             f"{row.subtracted:.3g} in layer {row.layer}"
             for row in tables["amounts"].itertuples()
@@ -326,17 +327,17 @@ def _effects(
             "over_control": (changed, control),
         }
         for name, (minuend, subtrahend) in contrasts.items():
-            effects[f"{role}_{name}"] = shared.difference_of_means(
+            effects[f"{role}_{name}"] = common.difference_of_means(
                 attention, minuend, subtrahend, resamples
             )
-        effects[f"{role}_score"] = shared.difference_of_means(
+        effects[f"{role}_score"] = common.difference_of_means(
             scores, changed, unmodified, resamples
         )
         if opposite in attention:
-            effects[f"{role}_opposite"] = shared.difference_of_means(
+            effects[f"{role}_opposite"] = common.difference_of_means(
                 attention, opposite, unmodified, resamples
             )
-            effects[f"{role}_over_opposite"] = shared.difference_of_means(
+            effects[f"{role}_over_opposite"] = common.difference_of_means(
                 attention, changed, opposite, resamples
             )
     return shared.effects_table(effects)

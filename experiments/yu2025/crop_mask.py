@@ -36,6 +36,7 @@ from posbench.studies.prompts import (
 )
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
+from yu2025 import common
 
 CHANGES = {
     "crop": ItemChange("crop mask", crops_mask=True),
@@ -78,7 +79,7 @@ class CropMask(shared.GoldStudy):
         layers: First and last layer with a cropped mask; None is the paper's 2 to 8 of 32, counted from 1
             (D.3: 1 to 8), or that share, and none from the retrieval layers on.
         retrieval: First and last layer whose attention is averaged; None: see
-            :func:`posbench.studies.prompts.retrieval_layers`.
+            :func:`yu2025.common.retrieval_layers`.
         keep_first: Whether the cropped item sees the prompt's first token (Appendix D.3: yes).
         crossed: Whether to change mask and position ids together, too, and to move another item's position
             ids (control).
@@ -128,7 +129,7 @@ class CropMask(shared.GoldStudy):
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""
         prompts = self.prompts(run)
         unmodified = prompts.under(
-            UNMODIFIED, lambda batch: nullcontext(), shared.gold_attention_rows
+            UNMODIFIED, lambda batch: nullcontext(), common.gold_attention_rows
         )
         attention = np.mean([row["attention"] for row in unmodified.values()], axis=0)
         cropped, retrieval = self._layer_ranges(run.lm, attention)
@@ -139,7 +140,7 @@ class CropMask(shared.GoldStudy):
                 continue
             block = partial(self._changed, prompts, change, cropped)
             measured[variant] = prompts.under(
-                variant, block, shared.gold_attention_rows
+                variant, block, common.gold_attention_rows
             )
 
         frame = pd.concat(
@@ -173,10 +174,10 @@ class CropMask(shared.GoldStudy):
             lm: The model.
             attention: The unmodified model's attention to the gold item, [L].
         """
-        retrieval = shared.retrieval_layers(self.retrieval, attention)
+        retrieval = common.retrieval_layers(self.retrieval, attention)
         if self.layers is not None:
             return self.layers, retrieval
-        first, last = scale_layer_range(shared.CROP_LAYERS, lm.layers)
+        first, last = scale_layer_range(common.CROP_LAYERS, lm.layers)
         return (first, max(min(last, retrieval[0] - 1), first)), retrieval
 
     @contextmanager
@@ -220,8 +221,8 @@ class CropMask(shared.GoldStudy):
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C2: hidden states carry positional information of their own."""
         row = tables["crop_mask"].iloc[0]
-        retrieval = shared.layers_label(row["retrieval_first"], row["retrieval_last"])
-        note = f"mask cropped in {shared.layers_label(row['crop_first'], row['crop_last'])}"
+        retrieval = common.layers_label(row["retrieval_first"], row["retrieval_last"])
+        note = f"mask cropped in {common.layers_label(row['crop_first'], row['crop_last'])}"
         effects = tables["crop_mask_effects"]
         missing = shared.NO_ROPE_NOTE
         if "crop_over_moves" in set(effects["effect"]):
@@ -347,7 +348,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     }
     for variant in variants[1:]:
         for measure, groups in (("attention", attention), ("score", scores)):
-            effects[f"{variant}_{measure}"] = shared.difference_of_means(
+            effects[f"{variant}_{measure}"] = common.difference_of_means(
                 groups, variant, UNMODIFIED, resamples
             )
     effects["crop_level"] = bootstrap.statistic(
@@ -355,7 +356,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
         lambda means: means["crop"] / means["first"],
         resamples=resamples,
     )
-    effects["crop_over_other"] = shared.difference_of_means(
+    effects["crop_over_other"] = common.difference_of_means(
         attention, "crop", "crop_other", resamples
     )
     if "pe_to_beginning" in variants:
@@ -370,7 +371,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
                     variant: _group(frame, variant, measure, late)
                     for variant in (UNMODIFIED, "pe_to_beginning")
                 }
-                effects[f"beginning_late_{measure}"] = shared.difference_of_means(
+                effects[f"beginning_late_{measure}"] = common.difference_of_means(
                     groups, UNMODIFIED, "pe_to_beginning", resamples
                 )
     if "crop_pe_to_end" in variants:
@@ -409,7 +410,7 @@ def _crossed_effects(
         groups["first"] = _group(frame, UNMODIFIED, measure, positions[:1])
         groups["last"] = _group(frame, UNMODIFIED, measure, positions[-1:])
         for name, (minuend, subtrahend) in contrasts.items():
-            effects[f"{name}_{measure}"] = shared.difference_of_means(
+            effects[f"{name}_{measure}"] = common.difference_of_means(
                 groups, minuend, subtrahend, resamples
             )
     effects["end_level"] = bootstrap.statistic(

@@ -30,6 +30,7 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import LayerRange
+from yu2025 import common
 
 VARIANT_LABELS = {
     UNMODIFIED: "unmodified",
@@ -85,7 +86,7 @@ class HiddenPerturbation(Study):
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         lm = run.lm
-        shared.study_channels(run, self.channel, self.controls, self.seed)
+        common.study_channels(run, self.channel, self.controls, self.seed)
         check_layers(lm, "study.layers", self.layers)
         shortest = self.skip + self.bins
         longest = lm.context_window
@@ -126,7 +127,7 @@ class HiddenPerturbation(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
         lm = run.lm
-        channels = shared.study_channels(run, self.channel, self.controls, self.seed)
+        channels = common.study_channels(run, self.channel, self.controls, self.seed)
         strings = Strings(
             count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed
         )
@@ -176,7 +177,7 @@ class HiddenPerturbation(Study):
             "layer_effects": _by_layer(changes, channels, variants),
             "effects": _effects(mean_changes, variants, run.runtime.resamples).assign(
                 channel=channels[POSITIONAL],
-                subject=shared.channel_subject(run, channels[POSITIONAL]),
+                subject=common.channel_subject(run, channels[POSITIONAL]),
             ),
         }
 
@@ -325,7 +326,7 @@ def _effects(changes: Changes, variants: Sequence[str], resamples: int) -> pd.Da
         for index, variant in enumerate(variants[1:], start=1)
     }
     groups["control"] = (inside[:, variants.index("crop"), 1:].mean(-1), clusters)
-    effects["crop_over_control"] = shared.difference_of_means(
+    effects["crop_over_control"] = common.difference_of_means(
         groups, "crop", "control", resamples
     )
     if "shift" in variants:

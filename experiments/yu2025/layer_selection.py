@@ -29,7 +29,7 @@ from posbench.stats.findings import (
     estimate_row,
 )
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import LayerRange, Prompts, check_prompts, unless_missing
+from posbench.studies.prompts import LayerRange, Prompts, check_prompts
 from posbench.tasks import Example
 from yu2025.ablations import (
     CONTROL,
@@ -37,6 +37,7 @@ from yu2025.ablations import (
     evaluate_settings,
     random_channel,
 )
+from yu2025.common import unless_missing
 
 LOSSES_FILE = "range_losses.jsonl"
 ATTENTION_FILE = "range_attention.jsonl"

@@ -23,7 +23,7 @@ from posbench.model.lm import LM
 from posbench.model.load import load, model_config
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.stats.bootstrap import Array, Estimate, paired, wilson
+from posbench.stats.bootstrap import Array, Estimate, estimate_in, paired, wilson
 from posbench.tasks import Example, KVRetrieval
 
 # Task seeds of three disjoint sets of prompts.
@@ -276,7 +276,7 @@ def criteria(measured: dict[str, Any], name: str) -> list[Row]:
     strings = search_of(name).strings
     lower_end = min(base["first"], base["last"])
     drop = (base["first"] + base["last"]) / 2 - base["inner"]
-    inner = Estimate(base["inner"], base["inner_low"], base["inner_high"], n)
+    inner = estimate_in(base, "inner", n)
     chance = 1 / measured["pairs"]
     monotone = _point(measured["channels_monotone"], strings)
     rows = [
@@ -290,7 +290,7 @@ def criteria(measured: dict[str, Any], name: str) -> list[Row]:
         return [*rows, _at_least("gain of the found channel", 0.08, gain, tiny)]
     first, last = found["layers"]
     title = f"gain of channel {found['channel']} x {found['factor']:g}, layers {first}-{last}"
-    gain = Estimate(found["gain"], found["gain_low"], found["gain_high"], n)
+    gain = estimate_in(found, "gain", n)
     fall = _point(found["loss_unmodified"] - found["loss"], calibration_n)
     return [
         *rows,

@@ -16,7 +16,6 @@ from posbench.model.hooks import intercepting_attention
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array, normal
 from posbench.stats.findings import estimate_row
-from posbench.theory.causal_mask import diagonal_normalised
 
 
 class MeanMap:
@@ -208,6 +207,19 @@ def read_scores(
     with intercepting_attention(lm.model, read):
         forward(lm, **lm.pad(batch))
     add_pending()
+
+
+def diagonal_normalised(scores: Array) -> Array:
+    """Each sub-diagonal of maps [..., n, n] minus its own mean; NaN above the diagonal."""
+    n = scores.shape[-1]
+    normalised = np.full(scores.shape, np.nan)
+    for distance in range(n):
+        query = np.arange(distance, n)
+        key = query - distance
+        diagonal = scores[..., query, key]
+        mean = diagonal.mean(axis=-1, keepdims=True)
+        normalised[..., query, key] = diagonal - mean
+    return normalised
 
 
 def rows_to_heads(states: Tensor, count: int) -> Tensor:

@@ -106,9 +106,9 @@ class LastRows:
             if module.layer_idx in self._inputs:
                 rows = slice(-num_rows, None)
                 last_query = self._scale(module.layer_idx, query[:, :, rows], key)
-                last_mask = _last_mask(mask, last_query, key)
+                mask = last_mask(mask, last_query, key)
                 output[:, rows] = following(
-                    module, last_query, key, value, last_mask, **settings
+                    module, last_query, key, value, mask, **settings
                 )[0]
             return output, weights
 
@@ -221,7 +221,7 @@ def _per_coordinate(table: Table, head_size: int) -> Table:
     return cos[:, None], sin[:, None]
 
 
-def _last_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def last_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the attention mask's rows of the last queries; None where the only query sees all keys.
 
     Args:

@@ -476,7 +476,8 @@ def _load_checkpoint(
                 path,
                 dtype=dtype,
                 attn_implementation=kernel,
-                experts_implementation=_experts_kernel(dtype),
+                # The fast experts of transformers, its own choice, know no float64.
+                experts_implementation="eager" if dtype == "float64" else None,
                 use_safetensors=True,
                 device_map=device_map or {"": target},
                 max_memory=max_memory,
@@ -520,11 +521,6 @@ def loaded_dtype(
     if config.dtype == "auto":
         return default_dtype(config, facts, device)
     return config.dtype
-
-
-def _experts_kernel(dtype: Dtype) -> str | None:
-    """The implementation of experts; None leaves the choice to transformers, whose fast one knows no float64."""
-    return "eager" if dtype == "float64" else None
 
 
 def load_without_weights(

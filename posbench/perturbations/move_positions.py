@@ -12,6 +12,7 @@ from posbench.errors import UserError
 from posbench.late import Tensor, nn, torch
 from posbench.model import families, rope
 from posbench.model.hooks import AttentionFunction, intercepting_attention, pre_hooks
+from posbench.model.last_rows import last_mask
 from posbench.model.lm import LM
 from posbench.perturbations.base import (
     Spans,
@@ -34,7 +35,6 @@ def move_positions(
     lengths: Sequence[int],
     spans: Spans,
     targets: Spans,
-    layers: Collection[int] | None = None,
 ) -> Iterator[None]:
     """Let the last token see the tokens of a span at the positions of another span.
 
@@ -50,7 +50,6 @@ def move_positions(
         lengths: Tokens of each prompt, [B].
         spans: The span of each prompt whose keys move, [B].
         targets: The span of each prompt whose positions the keys take, [B].
-        layers: Layers in which they move; None is all layers.
 
     Raises:
         UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the
@@ -63,9 +62,7 @@ def move_positions(
     rope.check_rope(lm, "position ids of a span", by_hand=True)
     need_mask_support(lm, "moved position ids")
     target_columns, first_column = _target_columns(lengths, spans, targets)
-    moved_layers = set(rope.rotated_layers(lm.model))
-    if layers is not None:
-        moved_layers &= set(layers)
+    moved_layers = rope.rotated_layers(lm.model)
 
     with ExitStack() as stack:
         cache_length = stack.enter_context(track_cache_length(lm.model))
@@ -183,13 +180,10 @@ class _KeyMover:
 
         output, weights = following(module, query, key, value, mask, **settings)
         # The call that counts comes last: a listener keeps the latest.
+        last_query = query[:, :, -num_moving:]
+        last_rows = last_mask(mask, last_query, key)
         moved_output, moved_weights = following(
-            module,
-            query[:, :, -num_moving:],
-            moved_key,
-            value,
-            _last_rows(mask, num_moving, num_keys, query.device),
-            **settings,
+            module, last_query, moved_key, value, last_rows, **settings
         )
         output = torch.cat([output[:, :-num_moving], moved_output], dim=1)
         if moved_weights is None:
@@ -213,18 +207,6 @@ class _KeyMover:
         moved = key.clone()
         moved[:, :, span] = rotated.to(key.dtype)
         return moved
-
-
-def _last_rows(
-    mask: Tensor | None, num_rows: int, num_keys: int, device: torch.device
-) -> Tensor | None:
-    """A mask's last rows [B or 1, 1, R, S]; None where it is None (causal) and the one row sees all keys."""
-    if mask is not None:
-        return mask[:, :, -num_rows:]
-    if num_rows == 1:
-        return None
-    every_key = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device)
-    return every_key.tril(num_keys - num_rows)[None, None]
 
 
 def _rotation_to(

@@ -202,12 +202,9 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
             config = config.with_stages(value)
             continue
         group, name = key.split(".")
-        config = config.with_fields(group, {name: _as_field(value)})
+        field = tuple(value) if isinstance(value, list) else value
+        config = config.with_fields(group, {name: field})
     return config
-
-
-def _as_field(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 # Arithmetic
@@ -807,7 +804,9 @@ def _make_plan(
         settings["task.limit"] = _question_limit(
             chooser, budget, option, questions, available
         )
-    is_kept = _stops_at_budget(config, budget)
+    is_kept = budget.seconds is not None or (
+        not config.model.in_process and bool(budget.tokens or budget.usd)
+    )
     # The typed number of questions is asked, whatever it takes.
     if has_typed_limit and not is_kept:
         note = _overspending_note(chooser, budget, option, available) or note
@@ -823,12 +822,16 @@ def _make_plan(
     fixed_prompts, prompts_per_question = option.prompts
     task = with_settings(config, settings).task
     is_placed = isinstance(task, GoldPositionTask) and _moves_items(task)
+    seconds = None
+    if budget.seconds:
+        # With full replies, but no more than the budget.
+        seconds = min(spent + option.cost(planned), budget.seconds)
     return BudgetPlan(
         budget=budget.text,
         settings=settings,
         questions=questions,
         positions=len(task.gold_positions) if is_placed else 0,  # type: ignore[attr-defined]
-        seconds=_expected_seconds(budget, spent + option.cost(planned)),
+        seconds=seconds,
         prompts=fixed_prompts + questions * prompts_per_question,
         operation=speed.operation if speed else None,
         step=speed.step if speed else None,
@@ -900,13 +903,6 @@ def _question_limit(
     return questions
 
 
-def _stops_at_budget(config: Config, budget: Budget) -> bool:
-    """Whether a run stops by itself once its budget is spent."""
-    return budget.seconds is not None or (
-        not config.model.in_process and bool(budget.tokens or budget.usd)
-    )
-
-
 def _overspending_note(
     chooser: Chooser, budget: Budget, option: _Option, available: float
 ) -> str:
@@ -918,11 +914,6 @@ def _overspending_note(
         return ""
     needed = describe_least(budget, option.cost(chooser.limit))[0]
     return f"the typed task.limit={chooser.limit} takes {needed}, more than the budget"
-
-
-def _expected_seconds(budget: Budget, seconds: float) -> float | None:
-    """Expected seconds of the run: with full replies, but no more than a budget of time."""
-    return min(seconds, budget.seconds) if budget.seconds else None
 
 
 def suggested_budget(seconds: float) -> str:

@@ -18,7 +18,7 @@ from posbench.files import sources
 from posbench.files.atomic import short_hash
 from posbench.files.digests import Content, content_keys, hash_paths, read_contents
 from posbench.files.hardware import describe_hardware
-from posbench.files.imports import SourceCode, keep_code, read_code, user_files
+from posbench.files.imports import keep_code, read_code, user_files
 from posbench.files.secrets import without_named_secrets
 from posbench.late import torch
 from posbench.model.load import torch_device
@@ -357,10 +357,7 @@ def _package_code(roots: frozenset[str]) -> list[tuple[str, bytes]]:
     ]
 
 
-@cache
-def _code_of(file: Path) -> SourceCode:
-    """The code of a file of posbench, read once by this process."""
-    return read_code(file)
+_code_of = cache(read_code)  # a process reads each file of posbench once
 
 
 def _files_of_module(name: str) -> list[Path]:

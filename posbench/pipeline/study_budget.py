@@ -76,7 +76,7 @@ class StudyChooser:
         self.chooser = Chooser(config, reader, lambda work: 0.0, 0.0)
         self._works: dict[str, list[WorkEstimate]] = {}
         self.sizes = {
-            name: self._full_size(getattr(study, name))
+            name: getattr(study, name) or num_questions(config.task.evaluation())
             for name in study.smallest
             if f"study.{name}" not in config.typed
         }
@@ -87,9 +87,6 @@ class StudyChooser:
     def limit(self) -> int:
         """The largest value of the first size; 1 where all sizes are typed."""
         return next(iter(self.sizes.values()), 1)
-
-    def _full_size(self, value: int | None) -> int:
-        return value or num_questions(self.config.task.evaluation())
 
     def _unknown_work(self) -> UserError:
         name = self.config.study_name

@@ -15,7 +15,7 @@ from posbench.plots.section import Section
 from posbench.plots.sweep import with_setting
 from posbench.report.folder import read_json, unreadable_file_error
 from posbench.report.tables import Table, cell, has_missing_note, points
-from posbench.report.text import tally_verdicts
+from posbench.report.text import swept_keys, tally_verdicts
 from posbench.stats.bootstrap import Estimate, wilson
 from posbench.stats.findings import estimate, estimate_columns
 from posbench.stats.reference import SHARE_MARGIN, agreement
@@ -167,9 +167,7 @@ def paper_cells(
         Rows of :func:`compare_cells` (among them model, method, gold_position, paper, ours, verdict), and the label
         of a sweep's settings, empty for one run.
     """
-    # A sweep's table begins with the run and the keys that were swept.
-    before_model = metrics.columns[: list(metrics).index("model")]
-    swept = [column for column in before_model if column != "run"]
+    swept = swept_keys(metrics)
     label = ""
     if swept:
         metrics, _, label = with_setting(metrics, swept)

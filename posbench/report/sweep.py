@@ -57,7 +57,7 @@ from posbench.report.terminal import show_findings, show_reference, show_table
 from posbench.report.text import (
     MAX_LISTED,
     study_answer,
-    swept_columns_of_findings,
+    swept_keys,
     title,
     verdict_table,
 )
@@ -973,7 +973,7 @@ def _render_verdicts(folder: Path, command: str) -> Path:
         Section("Numbers", "", *tables.findings_table(by_setting, models=True)),
         Section("Runs", text, ["model", "run"], runs.to_numpy().tolist()),
     ]
-    if swept_columns_of_findings(findings):
+    if swept_keys(findings):
         for section in sections:
             section.header = [
                 "model and setting" if name == "model" else name
@@ -989,8 +989,8 @@ def _render_verdicts(folder: Path, command: str) -> Path:
     for run in folders:
         study = name_in_config(open_run_dir(run).config(), "study")
         studies.append(f"study {study}")
-    swept_keys = [column for column in findings if "." in column]
-    page_title = title(studies, findings["model"].dropna(), (), swept_keys)
+    dotted = [column for column in findings if "." in column]
+    page_title = title(studies, findings["model"].dropna(), (), dotted)
     return write_page(
         folder,
         page_title,
@@ -1086,7 +1086,7 @@ def _figures_of_experiment(
 def _add_setting_to_model(findings: pd.DataFrame) -> pd.DataFrame:
     """Findings of many runs, each model's name followed by its swept values."""
     names = findings["model"].fillna("")
-    for column in swept_columns_of_findings(findings):
+    for column in swept_keys(findings):
         names += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
     return findings.assign(model=names.str.strip())
 
@@ -1117,8 +1117,7 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
     Args:
         summary: Rows of summary.csv, where swept keys stand between `run` and `model`.
     """
-    before_model = summary.columns[: list(summary.columns).index("model")]
-    swept = [column for column in before_model if column != "run"]
+    swept = swept_keys(summary)
     rows = plots.modified_of(summary)
     names = [
         column

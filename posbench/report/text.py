@@ -514,21 +514,21 @@ def study_answer(findings: pd.DataFrame) -> str:
     return " ".join([count_verdicts(findings), *claims])
 
 
-def swept_columns_of_findings(findings: pd.DataFrame) -> list[str]:
-    """The columns of a sweep's findings that name the setting of a run; those of one run have none."""
-    before_model = findings.columns[: list(findings).index("model")]
+def swept_keys(table: pd.DataFrame) -> list[str]:
+    """The keys that a sweep's table begins with, behind the run and before the model; a table of one run has none."""
+    before_model = table.columns[: list(table).index("model")]
     return [column for column in before_model if column != "run"]
 
 
 def count_settings(findings: pd.DataFrame) -> int:
     """The number of settings that a sweep's findings are of; 1 for those of one run."""
-    columns = swept_columns_of_findings(findings)
+    columns = swept_keys(findings)
     return len(findings[columns].drop_duplicates()) if columns else 1
 
 
 def has_repeated_claims(findings: pd.DataFrame) -> bool:
     """Whether several models or settings judged the same claims, so that a claim has several verdicts."""
-    judges = ["claim", "model", *swept_columns_of_findings(findings)]
+    judges = ["claim", "model", *swept_keys(findings)]
     return bool(findings[judges].drop_duplicates().duplicated("claim").any())
 
 
@@ -623,7 +623,7 @@ def verdict_table(findings: pd.DataFrame) -> Table:
             claim = cells[0][header.index("claim")]
             models = "; ".join(dict.fromkeys(findings_of_verdict["model"]))
             rows.append([str(verdict), claim, models])
-    named = "model and setting" if swept_columns_of_findings(findings) else "models"
+    named = "model and setting" if swept_keys(findings) else "models"
     return ["verdict", "claim", named], rows
 
 

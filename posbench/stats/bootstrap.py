@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import scipy
@@ -66,6 +66,11 @@ class Estimate(NamedTuple):
     def words(self) -> str:
         """The estimate as notes quote it: ``0.12 [0.10, 0.14]``."""
         return with_interval(self.value, self.ci_low, self.ci_high)
+
+
+def estimate_in(row: Mapping[str, Any], name: str, n: int) -> Estimate:
+    """Read the columns ``name``, ``name_low`` and ``name_high`` of a row as an estimate from ``n`` observations."""
+    return Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"], n)
 
 
 NO_ESTIMATE = Estimate(np.nan, np.nan, np.nan, 0)

@@ -3,10 +3,8 @@ positions?"""
 
 from __future__ import annotations
 
-import numpy as np
-
 from posbench.late import pd
-from posbench.stats.position_bias import shuffled_gaps
+from posbench.stats.position_bias import gap_p
 from posbench.tasks.scorers import WHOLE_REPLY
 
 FIRST_LINE_ALPHA = 0.01
@@ -33,9 +31,7 @@ def first_line_note(rows: pd.DataFrame, metric: str, resamples: int, seed: int) 
     by_position = added.groupby("gold_position")["added"].mean()
     if len(by_position) < 2 or not added["added"].any():
         return ""
-    gap = np.ptp(by_position.to_numpy())
-    null = shuffled_gaps(added, "added", resamples, seed)
-    p = (1 + (null >= gap - 1e-12).sum()) / (1 + len(null))
+    p = gap_p(added, "added", resamples, seed)
     if p > FIRST_LINE_ALPHA:
         return ""
     least, most = by_position.idxmin(), by_position.idxmax()

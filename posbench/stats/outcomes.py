@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-import numpy as np
-
 from posbench.late import pd
 from posbench.stats.bootstrap import Estimate, mean
-from posbench.stats.position_bias import shuffled_gaps
+from posbench.stats.position_bias import gap_p
 
 Outcome = Literal["answered", "cut", "refused", "no answer", "not read", "failed"]
 """Outcome of a row.
@@ -162,11 +160,7 @@ def missing_note(
     by_position = placed.groupby("gold_position")["is_missing"].mean()
     varies = False
     if len(by_position) > 1:
-        gap = np.ptp(by_position.to_numpy())
-        # The difference between positions that chance alone gives.
-        null = shuffled_gaps(placed, "is_missing", resamples, seed)
-        p = (1 + (null >= gap - 1e-12).sum()) / (1 + len(null))
-        varies = bool(p <= MISSING_ALPHA)
+        varies = gap_p(placed, "is_missing", resamples, seed) <= MISSING_ALPHA
     if share <= MAX_MISSING_SHARE and not varies:
         return ""
     facts = f"{share:.1%} of {len(rows)} replies are no answers: {count_kinds(rows)}"
@@ -176,6 +170,11 @@ def missing_note(
     pairs = zip(missing[KIND], missing[REASON], strict=True)
     step = next_step(pairs, max_new_tokens, thinking_tokens, room)
     return f"{PROBLEM}: {facts}; {step}"
+
+
+def room_for_replies(window: int, lengths: Iterable[int | None]) -> int:
+    """Tokens that a context window leaves for a reply after the longest prompt; None: a length that is not known."""
+    return window - max((length or 0 for length in lengths), default=0)
 
 
 def next_step(

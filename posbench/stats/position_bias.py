@@ -647,6 +647,13 @@ def _largest_interval(
     return float(low), float(high)
 
 
+def gap_p(part: pd.DataFrame, name: str, resamples: int, seed: int) -> float:
+    """The p of the largest difference between the means of two gold positions, by :func:`shuffled_gaps`."""
+    gap = np.ptp(part.groupby("gold_position")[name].mean().to_numpy())
+    null = shuffled_gaps(part, name, resamples, seed)
+    return float((1 + (null >= gap - 1e-12).sum()) / (1 + len(null)))
+
+
 def shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
     """Best minus worst gold position after shuffling the positions, for each of R shuffles, [R].
 

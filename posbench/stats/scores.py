@@ -133,7 +133,8 @@ class Tabulator:
         totals = self._totals(frame, metrics)
         room = None
         if self.window is not None:
-            room = self.window - max(row.get("tokens") or 0 for row in rows)
+            lengths = (row.get("tokens") for row in rows)
+            room = outcomes.room_for_replies(self.window, lengths)
         notes = self._missing_notes(frame, room)
         lines = []
         for group in self._groups(frame, metrics):

@@ -103,7 +103,7 @@ def _base_verdict(metrics: pd.DataFrame, base: str) -> Verdict | None:
         return None
     obstacle = _note(average) or _note(bias)
     if obstacle.startswith("at the floor"):
-        return Verdict(CANNOT_DO, _without_problem(obstacle))
+        return Verdict(CANNOT_DO, obstacle.partition(": ")[2] or obstacle)
     curve = curve_in_metrics(metrics, base)
     reach = _reach(curve)
     if curve and is_flat(curve.contrasts) and not is_named_bias(curve.bias):
@@ -237,11 +237,6 @@ def _note(row: Any) -> str:
     """Return the note on why a number says nothing; empty if there is none."""
     note = getattr(row, "note", "")
     return note if isinstance(note, str) else ""
-
-
-def _without_problem(note: str) -> str:
-    """The explanation in a note ``problem: explanation``."""
-    return note.partition(": ")[2] or note
 
 
 def _percent(row: Any) -> str:

@@ -36,6 +36,7 @@ from posbench.stats.outcomes import (
     is_scorable,
     kind_of_row,
     next_step,
+    room_for_replies,
 )
 from posbench.stats.policies import (
     CANNOT_TELL,
@@ -499,12 +500,7 @@ class OrderStudy(Study):
         candidates = (used, others[others["leads"].astype(bool)], last_choice)
         best_rows = next(rows for rows in candidates if len(rows))
         best = best_rows.nlargest(1, "difference").iloc[0]
-        gain = bootstrap.Estimate(
-            best["difference"],
-            best["difference_low"],
-            best["difference_high"],
-            int(best["n"]),
-        )
+        gain = bootstrap.estimate_in(best, "difference", int(best["n"]))
         numbers = (Number.of(str(best["name"]), gain, "points", "+.1f"),)
         sample = f"{gain.n:,} questions"
         rule = (
@@ -673,8 +669,7 @@ def _step_against_missing(
         (kind, str(row.get("reason", ""))) for row in rows if (kind := kind_of_row(row))
     ]
     lengths = (_prompt_tokens(row) for asked in answers for row in asked)
-    longest = max(lengths, default=0)
-    room = run.encoder.context_window - longest
+    room = room_for_replies(run.encoder.context_window, lengths)
     return next_step(kinds, run.task.max_new_tokens, run.model.thinking_tokens, room)
 
 

@@ -33,7 +33,7 @@ from posbench.stats.bootstrap import with_interval
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.glance import Glance, Number, Tone, sentence_case
-from posbench.stats.outcomes import PROBLEM, missing_note, setting_in
+from posbench.stats.outcomes import PROBLEM, missing_note, room_for_replies, setting_in
 from posbench.stats.policies import Scores, within_margin
 from posbench.stats.position_bias import statistic_rows
 from posbench.stats.scores import score_frame
@@ -285,12 +285,7 @@ class Remedies(TimingStudy):
         if best["difference_high"] < 0:
             # Another one, measured less exactly, may still raise it.
             best = raced.loc[raced["difference_high"].idxmax()].to_dict()
-        points = bootstrap.Estimate(
-            best["difference"],
-            best["difference_low"],
-            best["difference_high"],
-            int(best["n"]),
-        )
+        points = bootstrap.estimate_in(best, "difference", int(best["n"]))
         statistic = f"{best['method']} minus unmodified, points of the average, {_time_in_words(best)}"
         if len(raced) > 1:
             statistic += f"; of {len(raced)} remedies, the interval for all together"
@@ -455,9 +450,9 @@ def _applicable(
             if reason:
                 left_out[name] = reason
                 continue
-            if (
-                any(cls.uses_order() for cls in _prompt_changes(choice))
-                and not is_ordered
+            if not is_ordered and any(
+                issubclass(cls, PromptChange) and cls.uses_order()
+                for cls in choice.classes
             ):
                 left_out[name] = UNRANKED
                 continue
@@ -491,11 +486,6 @@ def _typed(name: str) -> str:
     """The name of a remedy as a value of ``method``."""
     names = name.split(TOGETHER)
     return name if len(names) == 1 else f"[{','.join(names)}]"
-
-
-def _prompt_changes(choice: MethodChoice) -> list[type[PromptChange]]:
-    """The classes of the method and of its parts that change the prompt."""
-    return [cls for cls in choice.classes if issubclass(cls, PromptChange)]
 
 
 def _empty_glance(table: pd.DataFrame) -> Glance:
@@ -612,7 +602,8 @@ def _missing_note(run: Run, rows: Sequence[Row]) -> str:
     """Why the scores of a method mean nothing: too many of its replies are no answers; else empty."""
     frame, _ = score_frame(rows, run.task)
     thinking = run.model.thinking_tokens
-    room = run.encoder.context_window - max(row["tokens"] or 0 for row in rows)
+    lengths = (row["tokens"] for row in rows)
+    room = room_for_replies(run.encoder.context_window, lengths)
     return missing_note(
         frame, run.task.max_new_tokens, run.runtime.resamples, 0, thinking, room
     )

@@ -1,1 +1,1 @@
-"""Theory without a trained model: masks and RoPE (Wu et al. 2025), the causal mask alone (Behind RoPE)."""
+"""Theory without a trained model: masks (Wu et al. 2025), and what structure alone predicts."""

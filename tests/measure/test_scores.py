@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import posbench as package
-from posbench.measure.scores import MeanMap, score_maps
-from posbench.theory.causal_mask import diagonal_normalised
+from posbench.measure.scores import MeanMap, diagonal_normalised, score_maps
 from tests.models import BUILDERS
 from tests.rounding import EPSILON, assert_same, largest_difference
 

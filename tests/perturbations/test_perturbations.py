@@ -143,7 +143,7 @@ def turned(layer, x, to):
 
 @pytest.mark.parametrize("name", plain.FAMILIES)
 def test_crop_and_move_equal_attention_written_out(name):
-    """In layers 1 and 2; full matrices per row and head, angles from their formula."""
+    """Cropped in layers 1 and 2; full matrices per row and head, angles from their formula."""
     lm = posbench.load(build(name))
     inputs = prompts(lm)
     number = {LENGTHS[0]: 0, LENGTHS[1]: 1}
@@ -152,13 +152,12 @@ def test_crop_and_move_equal_attention_written_out(name):
         row = number[layer.query.shape[1]]
         total = layer.query.shape[1]
         (start, stop), (to, to_stop) = SPANS[row], TARGETS[row]
-        chosen = layer.number in (1, 2)
         places = list(range(total))
-        if move and chosen:
+        if move:
             places[start:stop] = [min(to + i, to_stop - 1) for i in range(stop - start)]
         # Its rows share one matrix.
         layer = replace(layer, open=layer.open.clone())
-        if crop and chosen:
+        if crop and layer.number in (1, 2):
             for query in range(start, stop):
                 layer.open[
                     query,
@@ -182,7 +181,7 @@ def test_crop_and_move_equal_attention_written_out(name):
     got = {"none": lm.logits(inputs["input_ids"], inputs["attention_mask"])}
     with crop_mask(lm, LENGTHS, SPANS, cropped):
         got["crop"] = lm.logits(inputs["input_ids"], inputs["attention_mask"])
-    with move_positions(lm, LENGTHS, SPANS, TARGETS, [1, 2]):
+    with move_positions(lm, LENGTHS, SPANS, TARGETS):
         got["move"] = lm.logits(inputs["input_ids"], inputs["attention_mask"])
     seen = inputs["attention_mask"].bool()
     for key, value in {

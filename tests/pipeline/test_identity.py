@@ -22,7 +22,6 @@ from posbench.studies.attention_to_gold import AttentionToGold
 from posbench.studies.cost.latency import Latency
 from posbench.tasks.longbench import LongBench
 from tests.conftest import config_of, few
-from wu2025.masks import Masks
 from yu2025.crop_mask import CropMask as CropMaskStudy
 
 BASE = ["model=tiny", "method=scale_channel", "stages=[evaluate]", "runtime.device=cpu"]
@@ -73,7 +72,6 @@ ALWAYS = (
 )
 BY_CHOICE = {
     "tasks/longbench.py": LongBench,
-    "theory/rope.py": Masks,
     "methods/ms_poe.py": MsPoE,
     "search/channel.py": ChannelSearch,
     "perturbations/crop_mask.py": CropMaskStudy,

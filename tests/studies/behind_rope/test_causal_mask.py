@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from behind_rope import causal_mask as study
-from posbench.theory import causal_mask as theory
+from behind_rope import theory
 from tests.conftest import Result, run_folders
 
 

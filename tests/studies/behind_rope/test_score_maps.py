@@ -15,10 +15,9 @@ import posbench as package
 from behind_rope import gram, score_map
 from behind_rope.maps import long_table, maps_figure, stack_maps
 from behind_rope.score_map import ScoreMap
-from posbench.measure.scores import score_maps
+from posbench.measure.scores import diagonal_normalised, score_maps
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
 from tests.messages import refused
 from tests.models import BUILDERS

@@ -510,6 +510,24 @@ def test_lengths_above_the_window_are_left_out_with_their_tokens(
     assert 1600 < int(expected.replace(",", "")) < 1800
 
 
+def test_advice_on_cut_replies_knows_what_the_window_leaves(
+    posbench: Call, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = set()
+
+    def listen(*args: Any) -> str:
+        rooms.add(args[-1])
+        return ""
+
+    monkeypatch.setattr("liu2023.lost_in_the_middle.missing_note", listen)
+    result = posbench(*KV, *ON_TINY, "task.limit=1", "study.items=[20]")
+    assert result.status == 0, result.err
+    longest: dict[str, int] = defaultdict(int)
+    for row in rows_of(only_folder(outputs)):
+        longest[row["subset"]] = max(longest[row["subset"]], row["tokens"])
+    assert rooms == {512 - tokens for tokens in longest.values()}
+
+
 def test_where_none_fits_there_are_as_many_as_fit(
     posbench: Call, outputs: Path
 ) -> None:

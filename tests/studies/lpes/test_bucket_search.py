@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from lpes.bucket_search import PUBLISHED_BASES, BucketSearch
-from posbench.theory.waves import ChosenBase, choose_bases, extrema
+from lpes.waves import ChosenBase, choose_bases, extrema
 from tests.conftest import run_folders
 from tests.messages import refused
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import posbench as package
+from lpes.waves import rope_decay_bound, rope_wave
 from posbench.measure.items import attention_to_thirds
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.theory.waves import rope_decay_bound, rope_wave
 from tests.conftest import Result, run_folders
 from tests.models import BUILDERS
 from tests.rounding import EPSILON, assert_same, attention_noise

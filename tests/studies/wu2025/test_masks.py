@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from posbench.theory import masks
-from posbench.theory import rope as rotation
 from wu2025 import masks as study
+from wu2025 import rope as rotation
 
 M = -log(0.8)
 

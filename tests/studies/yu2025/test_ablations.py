@@ -21,12 +21,12 @@ from posbench.report.folder import study_tables
 from posbench.search import statistics
 from posbench.search.channel import ChannelSearch
 from posbench.stats.findings import Finding, estimate
-from posbench.studies.prompts import contrast_columns, unless_missing
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, config_of, run_folders
 from tests.rounding import assert_same, embedded_noise, log_probabilities
 from yu2025 import layer_selection
 from yu2025.ablations import CLAIMS, CONTROL, FULL, SAME_CHOICE, Ablations
+from yu2025.common import contrast_columns, unless_missing
 from yu2025.layer_selection import edges
 
 TASK = {"limit": 5, "calibration_examples": 16, "positions": "[0,8,16,24,31]"}

@@ -24,6 +24,7 @@ from tests.conftest import Result, run_folders
 from tests.messages import assert_refused, refused
 from tests.parity import plain
 from tests.rounding import assert_same, hidden_states, noise_floor, weights_noise
+from yu2025 import common
 from yu2025.crop_mask import NEAR_LEVEL, CropMask, crossed_figure
 
 PAIRS = 8
@@ -687,7 +688,7 @@ def test_claims_on_the_positional_channel_say_which_one(
 ) -> None:
     """Of SmolLM2 the search takes another channel than the one that follows the position most closely."""
     run: Any = SimpleNamespace(model=model_config("smollm2"))
-    assert shared.channel_subject(run, channel) == subject
+    assert common.channel_subject(run, channel) == subject
     effects = shared.effects_table({"crop_inside": Estimate(0.3, 0.2, 0.4, 40)})
     first, *_ = shared.judge_claims(effects, "hidden_perturbation", subject=subject)
     assert f"falls back [{subject}] (Yu et al." in first.claim
@@ -709,15 +710,15 @@ def test_task_without_gold_items_is_refused() -> None:
 
 
 def test_layers_of_the_paper_and_of_other_depths() -> None:
-    assert scale_layer_range(shared.CROP_LAYERS, 32) == (1, 7) and scale_layer_range(
-        shared.RETRIEVAL_LAYERS, 32
+    assert scale_layer_range(common.CROP_LAYERS, 32) == (1, 7) and scale_layer_range(
+        common.RETRIEVAL_LAYERS, 32
     ) == (15, 20)
-    assert scale_layer_range(shared.CROP_LAYERS, 4) == (0, 1) and scale_layer_range(
-        shared.RETRIEVAL_LAYERS, 80
+    assert scale_layer_range(common.CROP_LAYERS, 4) == (0, 1) and scale_layer_range(
+        common.RETRIEVAL_LAYERS, 80
     ) == (38, 50)
-    assert shared.retrieval_layers(None, [0.1] * 32) == (15, 20)
-    assert shared.retrieval_layers(None, [0.1, 0.3, 0.2]) == (1, 1)
-    assert shared.retrieval_layers((0, 2), [0.1, 0.3, 0.2]) == (0, 2)
+    assert common.retrieval_layers(None, [0.1] * 32) == (15, 20)
+    assert common.retrieval_layers(None, [0.1, 0.3, 0.2]) == (1, 1)
+    assert common.retrieval_layers((0, 2), [0.1, 0.3, 0.2]) == (0, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from posbench.late import F, Tensor, inference_mode, torch
+from posbench.measure.scores import diagonal_normalised
 
 Array = NDArray[np.float64]
 Norm = Literal["l2", "layernorm", "layernorm_sqrt"]
@@ -197,19 +198,6 @@ def _rotate(unit: Tensor, angles: Tensor) -> Tensor:
     first, second = unit.chunk(2, dim=-1)
     halves = torch.cat([-second, first], dim=-1)
     return unit * angles.cos() + halves * angles.sin()
-
-
-def diagonal_normalised(scores: Array) -> Array:
-    """Each sub-diagonal of maps [..., n, n] minus its own mean; NaN above the diagonal."""
-    n = scores.shape[-1]
-    normalised = np.full(scores.shape, np.nan)
-    for distance in range(n):
-        query = np.arange(distance, n)
-        key = query - distance
-        diagonal = scores[..., query, key]
-        mean = diagonal.mean(axis=-1, keepdims=True)
-        normalised[..., query, key] = diagonal - mean
-    return normalised
 
 
 def rising_rows(scores: Array) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from posbench.theory import masks
-from posbench.theory import rope as rotation
+from wu2025 import rope as rotation
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posbench.theory import causal_mask as theory
+from behind_rope import theory
+from posbench.measure.scores import diagonal_normalised
 
 
 @pytest.mark.parametrize("alpha", [0, 0.05, 0.2, 0.5, 0.8, 0.99])
@@ -148,9 +149,7 @@ def test_only_the_mask_leaves_more_than_distance() -> None:
     }
     halves = [
         [
-            theory.diagonal_normalised(
-                theory.simulate(mask=mask, seed=seed, **rotated)[0][2]
-            )
+            diagonal_normalised(theory.simulate(mask=mask, seed=seed, **rotated)[0][2])
             for seed in (0, 1)
         ]
         for mask in (True, False)
@@ -165,8 +164,8 @@ def test_diagonal_normalisation() -> None:
     only_distance = rng.normal(size=9)[
         np.abs(np.subtract.outer(np.arange(9), np.arange(9)))
     ]
-    assert np.nan_to_num(theory.diagonal_normalised(only_distance)) == pytest.approx(0)
-    found = theory.diagonal_normalised(rng.normal(size=(2, 9, 9)))
+    assert np.nan_to_num(diagonal_normalised(only_distance)) == pytest.approx(0)
+    found = diagonal_normalised(rng.normal(size=(2, 9, 9)))
     for offset in range(9):
         assert np.diagonal(found, -offset, axis1=1, axis2=2).mean(-1) == pytest.approx(
             0

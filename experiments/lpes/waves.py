@@ -35,17 +35,16 @@ def rope_wave(
     return 2 / np.sqrt(dim) * np.cos(np.outer(distance / scale, frequencies)).sum(1)
 
 
-def rope_decay_bound(
-    distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0
-) -> Array:
+def rope_decay_bound(distance: Array, dim: int = 128, scale: float = 1.0) -> Array:
     """Upper bound of a score's size at a distance: the mean size of partial sums of e^(i m theta_k).
 
-    Source: Su et al. 2021 (RoFormer), Section 3.4.3, the long-term decay. Arguments as of :func:`rope_wave`.
+    Source: Su et al. 2021 (RoFormer), Section 3.4.3, the long-term decay. Arguments as of :func:`rope_wave`; the base
+    is 10000.
 
     Returns:
         Bounds, [n].
     """
-    angles = np.outer(distance / scale, base ** (-2 * np.arange(dim // 2) / dim))
+    angles = np.outer(distance / scale, 10000.0 ** (-2 * np.arange(dim // 2) / dim))
     return np.abs(np.cumsum(np.exp(1j * angles), axis=1)).mean(1)
 
 
