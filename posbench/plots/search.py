@@ -79,7 +79,11 @@ def bases_figure(table: pd.DataFrame) -> Figure:
     lowest = -LARGEST_RISE * max(table["fall"].max(), 0.1)
     axes.set_ylim(bottom=np.nanmax([table["ci_low"].min(), lowest]))
     axes.set_xscale("log")
-    ticks = sorted({float(f"{ratio:.3g}") for ratio in ratios})
+    ticks: list[float] = []
+    for tick in sorted({float(f"{ratio:.3g}") for ratio in ratios}):
+        # Nearer ones would touch.
+        if not ticks or tick >= 1.8 * ticks[-1]:
+            ticks.append(tick)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("RoPE base over the model's own")
