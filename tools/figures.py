@@ -430,6 +430,20 @@ def draw_lengths(root: Path, scratch: Path) -> dict[str, Path]:
     return {"docs/figures/qwen_uuid.svg": save(figure, scratch / "uuid")}
 
 
+def draw_uuids(root: Path, scratch: Path) -> dict[str, Path]:
+    """Draw SmolLM2 among more and more UUID pairs from its table; see :data:`FROM_TABLES`."""
+    rows = _as_metrics(
+        pd.read_csv(root / "experiments/results/remedies/smollm2_uuid.csv")
+    )
+    # Among more it answers the last pair alone, or none.
+    rows = rows[rows["pairs"] <= 20].copy()
+    models = list(rows["model"].unique())
+    rows["model"] = [f"{pairs} UUID pairs" for pairs in rows["pairs"]]
+    figure = accuracy_by_model(rows)
+    sign(figure, models)
+    return {"docs/figures/smollm2_uuid.svg": save(figure, scratch / "uuids")}
+
+
 def _as_metrics(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of metrics.csv from a table of accuracies in percent over the gold position among key-value pairs."""
     columns = ("accuracy", "accuracy_low", "accuracy_high")
@@ -482,6 +496,7 @@ FROM_TABLES: dict[str, Callable[[Path, Path], dict[str, Path]]] = {
     "bases": draw_bases,
     "question_first": draw_question_first,
     "lengths": draw_lengths,
+    "uuids": draw_uuids,
     "synthetic_results": draw_trainings,
 }
 """By study, what draws its figures from tables that are committed as results of their own.
