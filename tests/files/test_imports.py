@@ -118,10 +118,9 @@ def test_a_papers_modules_are_followed_as_a_users(
     if installed:  # a wheel has the papers inside the package
         monkeypatch.setattr(paths, "PACKAGE", paths.EXPERIMENTS.parent)
     found = user_files([LayerSelection])
-    assert found == {
-        paths.EXPERIMENTS / "yu2025" / name
-        for name in ("__init__.py", "layer_selection.py", "ablations.py")
-    }
+    # layer_selection imports ablations, and that one common.
+    names = ("__init__.py", "layer_selection.py", "ablations.py", "common.py")
+    assert found == {paths.EXPERIMENTS / "yu2025" / name for name in names}
 
 
 @pytest.fixture
