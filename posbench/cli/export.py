@@ -171,7 +171,7 @@ def export(args: list[str]) -> int:
     comparison = write.write(form, fix, facts, prompts, folder)
     console.print(comparison.words)
     if facts.prompts:
-        console.print(f"{facts.prompts} {write.LONGER_PROMPTS}")
+        console.print(facts.prompts)
     if facts.caution:
         console.print(f"long prompts: {facts.caution}")
     console.print(f"{folder}: how to load it stands in {folder / write.CARD}")
@@ -365,6 +365,8 @@ def _origin_of_run(folder: Path) -> Origin:
     search_result: dict[str, Any] = next(iter(found_by_method.values()), {})
     verdict = run_verdict(read_csv(folder / "metrics.csv"))
     prompts = describe_window_share(run.stage(EVALUATE_STAGE))
+    if prompts:
+        prompts += " Longer ones were not measured: repeat the measurement at the length of yours."
     source = str(search_result.get("source", ""))
     typed = typed_in_place(constants)
     if typed:

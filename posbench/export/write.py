@@ -44,9 +44,6 @@ FOLDER_KIND = "folder of posbench export"
 """Name of an exported folder in messages."""
 NUM_PROMPTS = 8
 """Prompts on which the files are compared with the method."""
-LONGER_PROMPTS = (
-    "Longer ones were not measured: repeat the measurement at the length of yours."
-)
 
 
 @dataclass(frozen=True)
@@ -352,7 +349,6 @@ def card(
         is_fix=facts.is_fix,
         hub=not Path(fix.base).exists(),
         library=form.library,
-        longer_prompts=LONGER_PROMPTS,
         measured=comparison.words[0].upper() + comparison.words[1:],
         method=constants["name"],
         model=fix.lm.name,

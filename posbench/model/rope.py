@@ -219,15 +219,15 @@ def caution_about_bases(lm: LM, bases: Iterable[float | None], tokens: int) -> s
         tokens: Tokens of the longest text.
     """
     module: Any = rotary_module(lm.model)
-    own = own_base(lm.model)
-    smallest = min(own if base is None else base for base in bases)
+    model_base = own_base(lm.model)
+    smallest = min(model_base if base is None else base for base in bases)
     pairs = module.inv_freq.numel()
     distance = reach(smallest, pairs, tokens)
-    if distance >= reach(own, pairs, tokens):
+    if distance >= reach(model_base, pairs, tokens):
         return ""
     return (
         f"in theory (Men et al. 2024) a base of {smallest:,.0f} reaches {distance:,} tokens, and the model's own, "
-        f"{own:,.0f}, more"
+        f"{model_base:,.0f}, more"
     )
 
 

@@ -335,13 +335,14 @@ class Entry:
         ]
         summaries = read_summaries([result.folder for result in hashed])
         settings_of_runs = differing_settings(summaries)
-        told = []
+        readable_names = []
         for summary, settings in zip(summaries, settings_of_runs, strict=True):
             texts = [f"{key.partition('.')[2]}={settings[key]}" for key in settings]
-            told.append(", ".join(filter(None, [summary.name("model"), *texts])))
+            parts = filter(None, [summary.name("model"), *texts])
+            readable_names.append(", ".join(parts))
         names = {result.label: result.label for result in self.results}
-        for result, name in zip(hashed, told, strict=True):
-            if told.count(name) == 1:
+        for result, name in zip(hashed, readable_names, strict=True):
+            if readable_names.count(name) == 1:
                 names[result.label] = name
         return names
 
@@ -400,8 +401,8 @@ def collect_entries(folder: Path) -> list[Entry]:
     }
     for index, entry in enumerate(entries):
         # The runs of this suite that such a sweep shows.
-        own = {run for run in runs_elsewhere if run.parents[1].name == entry.name}
-        results = [r for r in entry.results if r.folder.resolve() not in own]
+        shown_there = {r for r in runs_elsewhere if r.parents[1].name == entry.name}
+        results = [r for r in entry.results if r.folder.resolve() not in shown_there]
         entries[index] = Entry(entry.name, results, entry.faults)
     return [entry for entry in entries if entry.results or entry.faults]
 
